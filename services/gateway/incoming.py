@@ -15,6 +15,7 @@ from services.engine_state.xargs import facts_in
 from services.gateway.keys import KeyHolder
 from services.http.application import REQUEST_ID
 from services.http.client import Headers
+from services.http.continued_request import continued_request
 from services.http.engine_arguments import CLASSES, LONG_WAIT_S, with_arguments
 from services.http.openai_body import LONGEST_NAME, OpenAIRequest, bounded, read_body, with_fields
 from services.http.proxying import without_hops
@@ -34,7 +35,6 @@ WEIGHT = b"x-block-weight"
 WHEN_LATE = b"x-block-when-late"
 EXPLAIN = b"x-block-explain"
 READ = frozenset((*SLO_TTFT, *SLO_TPOT, *SESSION, *FAIRNESS, *OBJECTIVE, PRIORITY, CLASS, WEIGHT, WHEN_LATE, EXPLAIN))
-MIN_TTFT_S = 1e-3
 TRUE, FALSE = ("1", "true"), ("", "0", "false")
 
 AUTHORIZATION = b"authorization"
@@ -281,30 +281,13 @@ def headers_to_pass(headers: Headers, request_id: str, *, with_authorization: bo
 # A request that continues a stream.
 
 
-def continued(incoming: Incoming, rest: Continuation, *, number: int, expected_tokens: float | None) -> Incoming:
-    """Return the request for the rest of an answer, of which `expected_tokens` were expected altogether."""
+def continued(incoming: Incoming, rest: Continuation, *, number: int, tag: common_pb2.Tag | None) -> Incoming:
+    """Return the request for the rest of an answer, whose whole length is predicted by `tag`."""
     now_s = time.monotonic()
     is_chat = rest.path == CHAT
     openai = read_body(rest.body, chat=is_chat)
-    first, request = incoming.request, common_pb2.Request()
-    request.CopyFrom(first)
-    request.request_id, request.continues_request_id = f"{first.request_id}-c{number}", first.request_id
-    request.ClearField("tag")
-    request.prompt_tokens = rest.num_sent + (rest.num_prompt or first.prompt_tokens)
-    request.ClearField("max_tokens")
-    request.ClearField("min_tokens")
-    if rest.max_tokens is not None:
-        request.max_tokens = rest.max_tokens
-    if openai.min_tokens is not None:
-        request.min_tokens = openai.min_tokens
-    if expected_tokens is not None:
-        request.expected_output_tokens = max(1, round(expected_tokens - rest.num_sent))
-    if first.slo.HasField("ttft_s"):
-        due_s = incoming.arrived_s + first.slo.ttft_s + rest.num_sent * first.slo.tpot_s - now_s
-        if rest.num_sent and not first.slo.HasField("tpot_s"):
-            request.slo.ClearField("ttft_s")  # which the answer has met, or missed
-        else:
-            request.slo.ttft_s = max(MIN_TTFT_S, due_s)
+    elapsed_s = now_s - incoming.arrived_s
+    request = continued_request(incoming.request, rest, number=number, elapsed_s=elapsed_s, tag=tag)
     headers = [pair for pair in incoming.headers if pair[0] != REQUEST_ID]
     _, _, query = incoming.target.partition(b"?")
     return replace(

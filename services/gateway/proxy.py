@@ -14,9 +14,10 @@ from services.gateway.destinations import Destination
 from services.gateway.incoming import Incoming
 from services.gateway.placing import Placing
 from services.gateway.stream_relay import StreamRelay
-from services.gateway.upstream_attempt import EarlierPart, UpstreamAttempt
+from services.gateway.upstream_attempt import UpstreamAttempt
 from services.http.application import Call
 from services.http.client import Headers
+from services.http.continued_request import EarlierPart
 from services.http.errors import ApiError, ShedError
 from services.http.kv_transfer import KV_CONNECTORS
 from services.http.prefill_leg import MAX_FAILED_FETCHES, SKIPPED, HeldBlocks, PrefillLeg

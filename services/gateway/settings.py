@@ -8,6 +8,7 @@ from typing import Annotated
 
 from scheduler.prefix.kv_block_hash import SEED
 from services.http.client import origin_of
+from services.http.continued_request import BY_TOKEN_IDS, ContinueStreams, MaxMigrations, require_continue_streams
 from services.http.kv_transfer import HandOverDeadline, KvConnectorName, require_kv_connector
 from services.http.openai_body import OpenAIRequest
 from services.http.prompt_tokens import BlockTokens, ChatTemplateFile, HashSeed, TokenizerFile
@@ -16,7 +17,6 @@ from services.objectives import ObjectivesFile
 from services.settings import Option
 
 BY_SCHEDULER, IN_PROCESS = DECIDE = ("scheduler", "in-process")
-BY_TOKEN_IDS, BY_TEXT, OFF = CONTINUE = ("token-ids", "text", "off")
 TIMES = ("schedule_s", "connect_s", "first_byte_s", "idle_s", "answer_s", "hand_over_deadline_s")
 COUNTS = (
     "attempts",
@@ -25,7 +25,6 @@ COUNTS = (
     "max_concurrency",
     "block_tokens",
     "releases_kept",
-    "max_migrations",
 )
 
 
@@ -93,16 +92,8 @@ class GatewaySettings:
         "requests are served by one engine.",
     ] = False
 
-    continue_streams: Annotated[
-        str,
-        Option(
-            "What a stream continues from on another engine after its own has failed: the token ids of the answer so "
-            "far, which the gateway asks engines for and hides from clients, or its text, from which another engine "
-            "may make other tokens. off: it ends with an error.",
-            choices=CONTINUE,
-        ),
-    ] = BY_TOKEN_IDS
-    max_migrations: Annotated[int, "Maximum number of times that one stream continues on another engine."] = 2
+    continue_streams: ContinueStreams = BY_TOKEN_IDS
+    max_migrations: MaxMigrations = 2
     attempts: Annotated[int, "Maximum number of engines tried for one request before its first byte."] = 4
     retry_ratio: Annotated[
         float, "Retry budget: retries per request in the long run; one retry per request in progress is free."
@@ -135,8 +126,7 @@ class GatewaySettings:
                 raise ValueError(f"engine_url: {error}") from None
         if self.decide not in DECIDE:
             raise ValueError(f"decide: {self.decide!r} is none of {', '.join(DECIDE)}")
-        if self.continue_streams not in CONTINUE:
-            raise ValueError(f"continue_streams: {self.continue_streams!r} is none of {', '.join(CONTINUE)}")
+        require_continue_streams(self.continue_streams, self.max_migrations)
         if self.decide == BY_SCHEDULER and not self.schedulers and not self.engine_urls:
             raise ValueError("scheduler: name at least one (or an engine_url)")
         require_kv_connector(self.kv_connector)

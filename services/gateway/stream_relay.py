@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from services.gateway.attainment import StreamAttainment
 from services.gateway.context import GatewayContext
 from services.gateway.incoming import Incoming, continued
-from services.gateway.settings import OFF
-from services.gateway.upstream_attempt import EarlierPart, UpstreamAttempt
+from services.gateway.upstream_attempt import UpstreamAttempt
 from services.http.application import Call
 from services.http.client import Headers
+from services.http.continued_request import OFF, EarlierPart
 from services.http.errors import ApiError
 from services.http.proxying import engine_error
 from services.http.sse import CANCELLED, FAILED
@@ -164,7 +164,7 @@ class StreamRelay:
             self.incoming,
             rest,
             number=self._num_migrations,
-            expected_tokens=decision.tag.median_tokens if decision is not None and decision.HasField("tag") else None,
+            tag=decision.tag if decision is not None and decision.HasField("tag") else None,
         )
         transcript.continue_as(rest)
         try:

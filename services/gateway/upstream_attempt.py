@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from protos.block.v1 import common_pb2
 from services.gateway.attainment import StreamAttainment
@@ -12,6 +12,7 @@ from services.gateway.destinations import LAST_RESORT, Destination
 from services.gateway.incoming import Incoming
 from services.gateway.metrics import ModelMetrics
 from services.http.client import ConnectError, Connection, Headers, request_head
+from services.http.continued_request import EarlierPart
 from services.http.kv_transfer import decode_body, with_cached_tokens
 from services.http.prefill_leg import HeldBlocks, PrefillReply
 from services.http.proxying import OK, RETRIED, SERVER_ERROR, is_event_stream
@@ -20,16 +21,6 @@ from services.http.sse import CANCELLED, FAILED, Ending, StreamReader, ending_of
 NOTHING = Ending(finish_reason=FAILED, output_tokens=0, prompt_tokens=None)
 REFUSED = Ending(finish_reason=common_pb2.FINISH_REASON_UNSPECIFIED, output_tokens=0, prompt_tokens=None)
 MIN_WAIT_S = 0.001
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EarlierPart:
-    """What the client received of an answer from engines that failed before this one."""
-
-    arrived_s: float  # of the client's request
-    ttft_s: float | None
-    prompt_tokens: int
-    num_tokens: int
 
 
 @dataclass(slots=True, kw_only=True)
@@ -151,7 +142,7 @@ class UpstreamAttempt:
     def part_so_far(self, num_tokens: int) -> EarlierPart:
         """Return what the client has received of the answer: this many tokens."""
         if self.earlier is not None:
-            return replace(self.earlier, num_tokens=num_tokens)
+            return self.earlier.after(num_tokens)
         arrived_s = self.incoming.arrived_s
         return EarlierPart(
             arrived_s=arrived_s,
@@ -208,20 +199,7 @@ class UpstreamAttempt:
 
     def _as_received(self, outcome: common_pb2.Outcome) -> common_pb2.Outcome:
         """Return the outcome of the whole answer, of which this attempt is the last part."""
-        earlier = self.earlier
-        if earlier is None:
-            return outcome
-        whole = common_pb2.Outcome()
-        whole.CopyFrom(outcome)
-        whole.prompt_tokens = earlier.prompt_tokens
-        whole.output_tokens += earlier.num_tokens
-        whole.e2e_s += self.incoming.arrived_s - earlier.arrived_s
-        whole.ClearField("tpot_s")
-        if earlier.ttft_s is not None:
-            whole.ttft_s = earlier.ttft_s
-            if whole.output_tokens > 1:
-                whole.tpot_s = (whole.e2e_s - whole.ttft_s) / (whole.output_tokens - 1)
-        return whole
+        return outcome if self.earlier is None else self.earlier.whole(outcome, self.incoming.arrived_s)
 
     def _ending(self) -> Ending:
         if self.is_stream:

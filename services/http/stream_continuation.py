@@ -161,6 +161,8 @@ class StreamTranscript:
     def continuation(self) -> Continuation:
         """Return the request for the rest; NotContinuableError where there is no honest one."""
         self._read()
+        if self.finish_reason:
+            raise NotContinuableError("ended")
         if self._obstacle:
             raise NotContinuableError(self._obstacle)
         if self._is_reasoning:

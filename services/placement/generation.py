@@ -1,12 +1,13 @@
-"""One answer for Generate: placed, and streamed from one engine after the other until one begins to answer."""
+"""One answer for Generate: placed, and streamed from one engine; where it fails, another one answers or continues."""
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from prometheus_client import Counter
 
@@ -14,11 +15,13 @@ from protos.block.v1 import common_pb2, scheduler_pb2
 from scheduler.instances import OverloadedError
 from scheduler.placement import Placement
 from services.http.client import HttpClient, origin_of
+from services.http.continued_request import BY_TOKEN_IDS, OFF, EarlierPart, continued_request
 from services.http.kv_transfer import KV_CONNECTORS
 from services.http.openai_body import OpenAIRequest
 from services.http.prefill_leg import MAX_FAILED_FETCHES, SKIPPED, HeldBlocks, PrefillLeg
 from services.http.prompt_tokens import PromptSizes
 from services.http.proxying import OK
+from services.http.stream_continuation import CHAT, IDS_FIELD, NotContinuableError, StreamTranscript
 from services.logs import log_event
 from services.placement.driver import PlacementDriver
 from services.placement.generation_tracker import GenerationTracker
@@ -59,15 +62,27 @@ class Generation:
     _held: HeldBlocks | None = None  # by the instance of a prefill leg, not fetched yet
     _num_failed_fetches: int = 0
     _undivided: bool = False  # one engine serves it
+    _transcript: StreamTranscript | None = None  # of an answer that may continue on another engine
+    _hides_ids: bool = False  # engines return token ids that the client did not ask for
+    _earlier: EarlierPart | None = None  # from engines that failed
+    _num_migrations: int = 0
     _to_send: EngineRequest = field(init=False)  # with the facts of the request as the last decision has them
 
     def __post_init__(self) -> None:
-        """Some requests have one leg only."""
+        """Some requests have one leg only, and some cannot continue on another engine."""
         self._undivided = self.ask.undivided
+        mode = self.driver.settings.continue_streams
+        if mode == OFF or self.ask.why_not_continuable:
+            return
+        own, is_chat = self.engine_request, self.engine_request.path == CHAT
+        self._hides_ids = mode == BY_TOKEN_IDS and not self.ask.returns_token_ids
+        self._transcript = StreamTranscript(body=own.body_for(()), chat=is_chat, hides_ids=self._hides_ids)
+        if self._hides_ids:
+            self.engine_request = replace(own, body={**own.body, IDS_FIELD: True})
 
     async def events(self) -> AsyncGenerator[scheduler_pb2.GenerateResponse]:
         """Yield decisions, chunks and the outcome; EngineError where no engine can answer."""
-        settings, request = self.driver.settings, self.message.request
+        settings = self.driver.settings
         failure: EngineError | None = None
         for attempt in range(1, settings.attempts + 1):
             try:
@@ -78,7 +93,8 @@ class Generation:
                 if failure is None:
                     raise
                 raise failure from None  # it is more precise
-            tracker = GenerationTracker(decision=decision, request=request, entered_s=self.arrived_s - self.waited_s)
+            entered_s = self.arrived_s - self.waited_s
+            tracker = GenerationTracker(decision=decision, request=self.message.request, entered_s=entered_s)
             is_released = False
             try:
                 yield scheduler_pb2.GenerateResponse(decision=decision)
@@ -93,20 +109,71 @@ class Generation:
                     await self._release(placement, None if isinstance(error, PrefillError) else tracker.outcome())
                     is_released = True
                 had_legs = decision.HasField("prefill") or tracker.held is not None
-                if tracker.num_chunks or attempt == settings.attempts or not (placement.next_best or had_legs):
+                if attempt == settings.attempts or not (placement.next_best or had_legs):
+                    raise failure from None
+                if tracker.num_chunks and not self._continue(decision, tracker):
                     raise failure from None
                 log_event(
-                    log, logging.INFO, "engine failed, trying another", request_id=request.request_id,
-                    instance=failed_id, reason=str(error),
+                    log, logging.INFO, "engine failed, trying another", request_id=tracker.request.request_id,
+                    instance=failed_id, reason=str(error), tokens=tracker.num_tokens,
                 )  # fmt: skip
             else:
                 self.attempts.labels("ended").inc()
                 self.sizes.learn(self.ask, tracker.prompt_tokens)
-                yield scheduler_pb2.GenerateResponse(outcome=tracker.outcome())
+                yield scheduler_pb2.GenerateResponse(outcome=self._whole(tracker.outcome()))
                 return
             finally:
                 if not is_released:
                     self.driver.ended(tracker.outcome())
+
+    # Continuing.
+
+    def _continue(self, decision: common_pb2.Decision, tracker: GenerationTracker) -> bool:
+        """Ask for the rest of the answer from now on; False where it cannot continue."""
+        transcript, now_s = self._transcript, time.monotonic()
+        if transcript is None or self._num_migrations >= self.driver.settings.max_migrations:
+            return False
+        transcript.max_model_len = decision.instance.settings.max_model_len or None
+        try:
+            rest = transcript.continuation()
+        except NotContinuableError as why:
+            log_event(log, logging.INFO, "stream not continued", request_id=tracker.request.request_id, why=str(why))
+            return False
+        self._num_migrations += 1
+        whole = self._whole(tracker.outcome())
+        self._earlier = EarlierPart(
+            arrived_s=tracker.entered_s if self._earlier is None else self._earlier.arrived_s,
+            ttft_s=whole.ttft_s if whole.HasField("ttft_s") else None,
+            prompt_tokens=whole.prompt_tokens,
+            num_tokens=transcript.num_tokens,
+        )
+        request = continued_request(
+            self.message.request,
+            rest,
+            number=self._num_migrations,
+            elapsed_s=now_s - tracker.entered_s,
+            tag=decision.tag if decision.HasField("tag") else None,
+        )
+        self.message = scheduler_pb2.GenerateRequest(
+            request=request, policy=self.message.policy, explain=self.message.explain
+        )
+        self.engine_request = EngineRequest(
+            path=rest.path,
+            body=json.loads(rest.body),
+            request_id=request.request_id,
+            prompt=b"",
+            output_tokens=self.engine_request.output_tokens,
+        )
+        self.ask = self.engine_request.read()
+        self._undivided, self._held = self.ask.undivided, None
+        self.arrived_s, self.waited_s = now_s, 0.0
+        transcript.continue_as(rest)
+        self.attempts.labels("continued").inc()
+        return True
+
+    def _whole(self, outcome: common_pb2.Outcome) -> common_pb2.Outcome:
+        """Return the outcome of the whole answer, of which `outcome` is that of the last engine."""
+        return outcome if self._earlier is None else self._earlier.whole(outcome, self.arrived_s - self.waited_s)
 
     # Placing.
 
@@ -190,18 +257,27 @@ class Generation:
             (settings.first_token_s, settings.idle_s),
             prompt=None if held is None else held.prompt,
             sent=tracker.sent,
+            received=self._received,
         )
-        async with aclosing(pieces) as open_pieces:
-            async for piece in open_pieces:
-                tracker.received(piece)
-                if piece.is_answer():
-                    yield scheduler_pb2.Chunk(
-                        text=piece.text,
-                        token_ids=piece.token_ids,
-                        num_tokens=len(piece.token_ids),
-                        finish_reason=piece.finish_reason,
-                    )
+        try:
+            async with aclosing(pieces) as open_pieces:
+                async for piece in open_pieces:
+                    tracker.received(piece)
+                    if piece.is_answer():
+                        yield scheduler_pb2.Chunk(
+                            text=piece.text,
+                            token_ids=() if self._hides_ids else piece.token_ids,
+                            num_tokens=len(piece.token_ids),
+                            finish_reason=piece.finish_reason,
+                        )
+        except (ConnectionError, TimeoutError):
+            if not tracker.is_complete:  # only the usage is missing
+                raise
         tracker.require_end()
+
+    def _received(self, event: bytes) -> None:
+        if self._transcript is not None:
+            self._transcript.passed(b"data: " + event + b"\n\n")
 
     async def _prefill(self, decision: common_pb2.Decision, entered_s: float) -> None:
         """Have the prompt computed, unless one engine serves the request."""

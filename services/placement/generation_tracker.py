@@ -65,6 +65,11 @@ class GenerationTracker:
             self.hit_tokens = self.held.prompt.cached_tokens
         self.counted = True
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether the engine has ended the answer."""
+        return self.finish_reason in (common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH)
+
     def require_end(self) -> None:
         """Refuse an answer that stopped before its end."""
         if self.finish_reason in (common_pb2.FINISH_REASON_CANCELLED, common_pb2.FINISH_REASON_FAILED):

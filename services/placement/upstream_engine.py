@@ -173,12 +173,13 @@ async def stream_answer(  # noqa: PLR0913 - what an engine is sent, and how
     *,
     prompt: PrefilledPrompt | None = None,
     sent: Callable[[float], None] = lambda _: None,
+    received: Callable[[bytes], None] = lambda _: None,
 ) -> AsyncGenerator[StreamChunk]:
     """Send a request to an engine and yield its answer; closing the generator closes the connection.
 
     `waits_s` are the timeouts of the first piece and of each later one. With a prompt that another engine computed, it
-    is a decode leg. `sent` gets the time at which the request had been written. EngineError and TimeoutError where the
-    engine fails, ValueError where it refuses the request.
+    is a decode leg. `sent` gets the time at which the request had been written, `received` every event. EngineError and
+    TimeoutError where the engine fails, ValueError where it refuses the request.
     """
     first_s, idle_s = waits_s
     origin = origin_of(instance.engine_url)
@@ -193,6 +194,7 @@ async def stream_answer(  # noqa: PLR0913 - what an engine is sent, and how
             raise error_of(connection.status, await connection.read_all(idle_s, MAX_ERROR_BYTES))
         async for event in _events(connection, first_s, idle_s):
             chunk = _chunk(event)
+            received(event)
             if chunk is not None:
                 yield chunk
     finally:

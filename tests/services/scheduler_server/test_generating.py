@@ -121,7 +121,7 @@ def test_an_engine_that_stalls_after_the_first_token_fails_the_request() -> None
     """A response that has started is not restarted on another engine."""
 
     async def test() -> None:
-        async with cluster(idle_s=1.0) as (client, stubs, behind):
+        async with cluster(idle_s=1.0, continue_streams="off") as (client, stubs, behind):
             behind[0].hold = asyncio.Event()
             assert (await refused(client.generate(), grpc.StatusCode.UNAVAILABLE)).startswith("a: ")
             await behind[0].left.wait()
@@ -137,7 +137,7 @@ def test_a_failure_after_the_first_token_is_returned() -> None:
     """A partial response is not restarted."""
 
     async def test() -> None:
-        async with cluster() as (client, stubs, behind):
+        async with cluster(continue_streams="off") as (client, stubs, behind):
             behind[0].breaks_after = 2
             message = await refused(client.generate(), grpc.StatusCode.UNAVAILABLE)
             assert message.startswith("a: ")
@@ -145,6 +145,49 @@ def test_a_failure_after_the_first_token_is_returned() -> None:
             assert stubs[0].outcomes[0].finish_reason == FAILED
             assert stubs[0].outcomes[0].output_tokens == 2
             assert not behind[1].bodies
+
+    run(test)
+
+
+def test_another_engine_continues_the_answer() -> None:
+    """It gets the prompt, what the client has, and the limit that is left; the outcome is that of the whole."""
+
+    async def test() -> None:
+        async with cluster() as (client, stubs, behind):
+            behind[0].breaks_after, behind[1].pieces = 2, [" a time"]
+            events = await client.generate(parameters={"temperature": 0.5})
+            assert text_of(events) == "Once upon a time"
+            assert [event.WhichOneof("event") for event in events].count("decision") == 2
+            first, rest = behind[0].bodies[0], behind[1].bodies[0]
+            assert rest == {**first, "prompt": first["prompt"] + "Once upon", "max_tokens": 7}
+            outcome = events[-1].outcome
+            assert (outcome.output_tokens, outcome.finish_reason) == (3, common_pb2.FINISH_REASON_LENGTH)
+            await until(lambda: bool(stubs[0].outcomes) and bool(stubs[1].outcomes))
+            assert (stubs[0].outcomes[0].finish_reason, stubs[0].outcomes[0].output_tokens) == (FAILED, 2)
+            assert stubs[1].outcomes[0].output_tokens == 1
+            assert not any(stub.held for stub in stubs)
+
+    run(test)
+
+
+def test_an_answer_that_continues_by_token_ids() -> None:
+    """Engines that return them are sent them; a client that asked for none sees none."""
+
+    def event_of(event: dict[str, Any]) -> bytes:
+        return json.dumps(event).encode()
+
+    async def test() -> None:
+        async with cluster() as (client, _, behind):
+            behind[0].raw_events = [
+                event_of({"choices": [{"text": "Once", "token_ids": [11], "prompt_token_ids": [5, 6]}]}),
+                event_of({"choices": [{"text": " upon", "token_ids": [12, 13]}]}),
+            ]
+            behind[1].pieces = [" a time"]
+            events = await client.generate()
+            assert text_of(events) == "Once upon a time"
+            assert not any(event.chunk.token_ids for event in events)
+            assert behind[0].bodies[0]["return_token_ids"] is True
+            assert (behind[1].bodies[0]["prompt"], behind[1].bodies[0]["max_tokens"]) == ([5, 6, 11, 12, 13], 6)
 
     run(test)
 

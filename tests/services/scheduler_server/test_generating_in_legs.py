@@ -312,7 +312,7 @@ def test_a_failure_after_the_first_token_is_returned() -> None:
     """A partial answer is not restarted."""
 
     async def test() -> None:
-        async with disaggregated(4) as (client, stubs, behind):
+        async with disaggregated(4, continue_streams="off") as (client, stubs, behind):
             behind[2].breaks_after = 2
             assert (await refused(client.generate(), grpc.StatusCode.UNAVAILABLE)).startswith("c: ")
             assert not behind[3].bodies
