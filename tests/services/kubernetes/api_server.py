@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from tests.services.http_stand_in import StandInHandler
-from tests.services.kubernetes.schemas import validate
+from tests.services.kubernetes.custom_schemas import validate
 
 NAMESPACE = "llm"
 PODS = f"/api/v1/namespaces/{NAMESPACE}/pods"
@@ -38,7 +38,7 @@ class Cluster:
     oldest: int = 0  # watches from earlier versions are gone
     history: list[tuple[int, str, Item | None, Item | None]] = field(default_factory=list)  # version, path, old, new
     token: str = ""  # that calls must have
-    allowed: set[tuple[str, str]] | None = None  # pairs of verb and plural.group; None: everything
+    allowed: set[tuple[str, ...]] | None = None  # verb, plural.group, and a name where only that one; None: everything
     failing: dict[tuple[str, str], int] = field(default_factory=dict)  # status by verb and plural, until removed
     page_items: int = 1000  # that a page has at most, whatever the client's limit
     drop_watches_after: int | None = None  # bytes after which the connection of a watch is cut
@@ -89,14 +89,15 @@ class Cluster:
         return sum((one[0], one[1]) == (verb, path) for one in self.calls)
 
 
-def allowed_by(role: Item) -> set[tuple[str, str]]:
+def allowed_by(role: Item) -> set[tuple[str, ...]]:
     """Return what a Role of RBAC allows, as `Cluster.allowed` has it."""
     return {
-        (verb, f"{plural}.{group}".rstrip("."))
+        (verb, f"{plural}.{group}".rstrip("."), *([name] if name else []))
         for rule in role["rules"]
         for group in rule["apiGroups"]
         for plural in rule["resources"]
         for verb in rule["verbs"]
+        for name in rule.get("resourceNames", [""])
     }
 
 
@@ -149,13 +150,14 @@ class Handler(StandInHandler):
         found = re.fullmatch(r"/(?:api|apis/([^/]+))/[^/]+/namespaces/[^/]+/([^/]+)", parts.path)
         plural, group = (found[2], found[1] or "") if found else ("", "")
         resource = f"{plural}.{group}".rstrip(".")
+        name = query.get("fieldSelector", "").removeprefix("metadata.name=")
         with cluster.changed:
             cluster.calls.append((verb, parts.path, query))
             cluster.changed.wait_for(lambda: not cluster.silent or cluster.closed)
             status = cluster.failing.get((verb, plural), 0)
             if cluster.token and self.headers.get("authorization") != f"Bearer {cluster.token}":
                 status = 401
-            elif cluster.allowed is not None and (verb, resource) not in cluster.allowed:
+            elif cluster.allowed is not None and not cluster.allowed & {(verb, resource), (verb, resource, name)}:
                 status = 403
             elif parts.path not in cluster.collections:
                 status = 404
