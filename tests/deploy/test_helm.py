@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import yaml
 
 from services.cli import block
 from tests.deploy.helm_chart import (
-    CHART, LABELS, MATRIX, ROOT, command_line, containers, helm, is_ours, merged, of_kind, pods, rendered,
+    CHART, HELM, LABELS, MATRIX, ROOT, TWO_PORTS, command_line, containers, helm, is_ours, merged, of_kind, pods, rendered,
 )  # fmt: skip
 from tests.services.kubernetes.api_server import PODS, POOLS, Cluster, allowed_by, api_server, pod, pool
 from tests.services.kubernetes.custom_schemas import CUSTOM_KINDS, validate
@@ -221,7 +222,7 @@ def test_ranks_have_the_ids_that_schedulers_expect() -> None:
         "chat-0-rank-1=/dev/shm/block/engine-dp1.state,http://127.0.0.1:8001",
     ]
     (vllm,) = (one for one in containers(items) if one["name"] == "vllm")
-    assert {"--data-parallel-size=2", "--data-parallel-multi-port-external-lb"} <= set(vllm["args"])
+    assert {"--data-parallel-size-local=2", "--data-parallel-multi-port-external-lb"} <= set(vllm["args"])
 
 
 @pytest.mark.parametrize("name", [*GATEWAY_API[:1], "gateway"])
@@ -287,11 +288,49 @@ def test_envoy_has_the_addresses_of_the_release(name: str) -> None:
     by_dns = router["proxy"]["configuration"] == "override_host"
     assert fails_open == (router["proxy"]["failOpen"] and by_dns)
     endpoints = re.findall(r'"address": "([^"]+svc[^"]+)", "port_value": (\d+)', text)
-    expected = [(f"chat-block-engines.llm.svc.cluster.local", str(one["number"])) for one in router["modelServers"]["targetPorts"]]
+    expected = [("chat-block-engines.llm.svc.cluster.local", str(one["number"])) for one in router["modelServers"]["targetPorts"]]
     assert endpoints == (expected if by_dns else [])
     assert ("chat-block-engines" in of_kind(items, "Service")) == by_dns
     limits = any("--max-endpoints=1" in one.get("args", []) for one in containers(items))
     assert limits != by_dns
+
+
+@pytest.mark.parametrize("name", ["sidecar-export", "sidecar-mirror"])
+def test_patches_of_other_charts_deployments_are_valid(name: str, accepted: Any) -> None:
+    """A Deployment with the patch follows the schemas, mounts what it has, and its sidecar accepts its command line."""
+    kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="make helm installs it")
+    patch = yaml.safe_load((ROOT / "deploy" / "kubernetes" / f"{name}.yaml").read_text())["spec"]["template"]["spec"]
+    vllm = {"name": "vllm", "image": "vllm/vllm-openai:v0.32.0", "args": ["--model=m"], "ports": [{"containerPort": 8000}]}
+    parts = {one["name"]: one for one in [vllm, *patch["containers"]]}
+    parts["vllm"] = {**vllm, **parts["vllm"]}  # by name, as a strategic merge does
+    spec = {**patch, "containers": list(parts.values())}
+    labels = {"app": "vllm"}
+    item = {
+        "apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": "vllm"},
+        "spec": {"selector": {"matchLabels": labels}, "template": {"metadata": {"labels": labels}, "spec": spec}},
+    }  # fmt: skip
+    kubernetes_validate.validate(item, KUBERNETES, strict=True)
+    volumes = {one["name"] for one in spec["volumes"]}
+    for container in [*spec["containers"], *spec["initContainers"]]:
+        assert {one["name"] for one in container.get("volumeMounts", [])} <= volumes
+    sidecar = parts["block-sidecar"]
+    assert accepted(command_line(sidecar)) == "predictor"
+    assert {one["containerPort"] for one in sidecar["ports"]} >= {50052, 9091}
+    if name == "sidecar-export":
+        environment = {one["name"]: one["value"] for one in parts["vllm"]["env"]}
+        assert f"--state-file={environment['BLOCK_STATE_FILE']}" in sidecar["args"]
+
+
+def test_envoy_accepts_its_configuration(tmp_path: Path) -> None:
+    """The real one, where it is installed (make envoy), by its own validation."""
+    found = sorted(HELM.parents[1].glob(".venv-envoy/lib/python3*/site-packages/envoy/_bin/envoy"))
+    if not found:
+        pytest.skip("Envoy is not installed: make envoy")
+    for name in (name for name in MATRIX if name.startswith("standalone")):
+        file = tmp_path / "envoy.yaml"
+        file.write_text(of_kind(rendered(name), "ConfigMap")["chat-block-envoy"]["data"]["envoy.yaml"])
+        done = subprocess.run([found[0], "--mode", "validate", "-c", file], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-2000:]
 
 
 @pytest.mark.parametrize(
@@ -310,9 +349,14 @@ def test_envoy_has_the_addresses_of_the_release(name: str) -> None:
         (merged(LABELS, {"mode": "standalone", "router": {"inferenceObjectives": [{"name": "a"}]}}), "need mode gateway-api"),
         (merged(LABELS, {"engines": [{"name": "a"}]}), "model"),
         (
-            merged(LABELS, {"router": {"modelServers": {"targetPorts": [{"number": 1}, {"number": 2}]}}},
+            merged(LABELS, TWO_PORTS,
                    {"engines": [{"name": "a", "model": "m", "profile": "p", "state": "mirror"}]}),
             "a mirrored engine has one port",
+        ),
+        (
+            merged(LABELS, {"router": {"modelServers": {"targetPorts": [{"number": 8000}, {"number": 8002}]}}},
+                   {"engines": [{"name": "a", "model": "m", "profile": "p"}]}),
+            "vLLM gives its ranks consecutive ports",
         ),
     ],
 )  # fmt: skip
