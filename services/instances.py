@@ -1,4 +1,4 @@
-"""The list of instances: from flags, from a file that is watched, or from the addresses of a DNS name."""
+"""The list of instances: from flags, a file that is watched, the addresses of a DNS name, or pods of Kubernetes."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ import math
 import socket
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Annotated, Any, Protocol
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Any
 
 from predictor.suggestions import require_known
 from scheduler.instances import BOTH, ROLES, role_named
+from scheduler.objectives import NO_OBJECTIVES, Objectives
 from services.http.client import origin_of
+from services.kubernetes.settings import KUBERNETES, KubernetesSettings
 from services.logs import log_event
-from services.settings import Option
+from services.settings import Nested, Option
 from services.watched_file import WatchedFile
 from simulator.codec import read_text
 
@@ -143,14 +145,35 @@ def distinct(instances: Iterable[Instance]) -> Instances:
     return tuple(known.values())
 
 
-class InstanceSource(Protocol):
-    """A source of the list of instances; a bad list is a ValueError."""
+class InstanceSource:
+    """A source of the list of instances; a bad list is a ValueError.
+
+    `may_come_later` says that a start without a list is no mistake of the settings.
+    """
+
+    may_come_later: bool = False
 
     async def poll(self) -> Instances | None:
         """Return the list, or None where it has not changed since the last call."""
+        raise NotImplementedError
+
+    async def wait(self, every_s: float) -> None:
+        """Return when it is time for the next poll."""
+        await asyncio.sleep(every_s)
+
+    def problem(self) -> str:
+        """Say why a server that depends on this list is not ready; empty where it is."""
+        return ""
+
+    def objectives(self) -> Objectives:
+        """Return the objectives that come with the instances."""
+        return NO_OBJECTIVES
+
+    async def close(self) -> None:
+        """Stop following the list."""
 
 
-class Listed:
+class Listed(InstanceSource):
     """A fixed list."""
 
     def __init__(self, instances: Sequence[Instance]) -> None:
@@ -163,7 +186,7 @@ class Listed:
         return instances
 
 
-class FromFile(WatchedFile[Instances]):
+class FromFile(WatchedFile[Instances], InstanceSource):
     """A file, read when it changes."""
 
     def __init__(self, path: str) -> None:
@@ -171,8 +194,10 @@ class FromFile(WatchedFile[Instances]):
         super().__init__(path, instances_from_file)
 
 
-class FromName:
+class FromName(InstanceSource):
     """The addresses behind a DNS name, each an engine and a sidecar on the same two ports."""
+
+    may_come_later = True
 
     def __init__(self, name: str, *, engine_port: int, sidecar_port: int) -> None:
         """Resolve nothing yet."""
@@ -204,7 +229,7 @@ class FromName:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceSourceSettings:
-    """Where the list of instances comes from: flags, a file or a DNS name."""
+    """Where the list of instances comes from: flags, a file, a DNS name or Kubernetes."""
 
     listed: Annotated[
         tuple[str, ...],
@@ -226,14 +251,31 @@ class InstanceSourceSettings:
             metavar="NAME:ENGINE_PORT:SIDECAR_PORT",
         ),
     ] = ""
+    instances_from: Annotated[
+        str | None,
+        Option(
+            "Where else the instances come from: kubernetes follows the ready pods of an InferencePool (--pool-name), "
+            "or those that have labels (--endpoint-selector).",
+            choices=(KUBERNETES,),
+            unset="the flags above",
+        ),
+    ] = None
+    kubernetes: Annotated[KubernetesSettings, Nested()] = field(default_factory=KubernetesSettings)
     poll_s: Annotated[float, "Interval at which the file or the DNS name is checked for changes, in seconds."] = 1.0
 
     def __post_init__(self) -> None:
         """Refuse several sources, or none."""
         if not 0 < self.poll_s < 1e6:
             raise ValueError(f"poll_s: must be a time above 0, not {self.poll_s}")
-        if [bool(self.listed), bool(self.instances_file), bool(self.instances_dns)].count(True) != 1:
-            raise ValueError("instances: give one of --instance, --instances-file and --instances-dns")
+        sources = (self.listed, self.instances_file, self.instances_dns, self.instances_from)
+        if [bool(source) for source in sources].count(True) != 1:
+            raise ValueError(
+                "instances: give one of --instance, --instances-file, --instances-dns and --instances-from"
+            )
+        if self.instances_from:
+            self.kubernetes.require_complete()
+        elif self.kubernetes != KubernetesSettings():
+            raise ValueError("instances_from: is missing, and the settings of kubernetes need it")
 
     def source(self) -> InstanceSource:
         """Make the source."""
@@ -241,6 +283,10 @@ class InstanceSourceSettings:
             return FromFile(self.instances_file)
         if self.instances_dns:
             return source_from_name(self.instances_dns)
+        if self.instances_from:
+            from services.kubernetes.source import FromKubernetes
+
+            return FromKubernetes(self.kubernetes)
         return Listed([instance_from_flag(text) for text in self.listed])
 
 
@@ -278,4 +324,4 @@ async def watch(source: InstanceSource, every_s: float, changed: Callable[[Insta
                     num=len(instances),
                     ids=",".join(i.instance_id for i in instances),
                 )
-        await asyncio.sleep(every_s)
+        await source.wait(every_s)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Annotated
@@ -35,11 +35,22 @@ def objectives_from_file(path: str) -> Objectives:
     return objectives_in(read_text(path), path)
 
 
-class ObjectiveTable:
-    """The table of a file; without a file, it is empty. An invalid change is refused, and the last valid one stays."""
+def no_objectives() -> Objectives:
+    """Return an empty table."""
+    return NO_OBJECTIVES
 
-    def __init__(self, path: str = "", required: Collection[str] = ()) -> None:
+
+class ObjectiveTable:
+    """The table of a file; without a file, it is empty. An invalid change is refused, and the last valid one stays.
+
+    `also` gives the names of another source, such as the list of instances; those of the file have precedence.
+    """
+
+    def __init__(
+        self, path: str = "", required: Collection[str] = (), *, also: Callable[[], Objectives] = no_objectives
+    ) -> None:
         """Read the file; ValueError where it is invalid, or lacks a name that is required."""
+        self._also = also
         self._required = tuple(required) if path else ()
         self._file = WatchedFile(path, self._read) if path else None
         self.objectives = NO_OBJECTIVES if self._file is None else self._file.read_if_changed() or NO_OBJECTIVES
@@ -50,6 +61,8 @@ class ObjectiveTable:
 
     def named(self, name: str, field: str) -> Objective:
         """Return an objective; the error for an unknown name starts with the field or header that had it."""
+        if name not in self.objectives and (others := self._also()):
+            return objective_named(name, {**others, **self.objectives}, field=field)
         return objective_named(name, self.objectives, field=field)
 
     def _read(self, path: str) -> Objectives:

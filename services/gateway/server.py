@@ -27,7 +27,7 @@ from services.http.prompt_tokens import PromptSizes, PromptTokens
 from services.http.server import answering, listening
 from services.instances import InstanceSource
 from services.logs import log_event
-from services.objectives import ObjectiveTable, following
+from services.objectives import ObjectiveTable, following, no_objectives
 from services.placement.lifecycle import placement_driver
 from services.placement.service import SchedulerService
 from services.placement.settings import SchedulerSettings
@@ -108,7 +108,7 @@ async def deciding(
         service = SchedulerService(driver, client, registry)
         register = partial(scheduler_pb2_grpc.add_SchedulerServicer_to_server, service)
         try:
-            async with rpc_serving(decisions.rpc, [register], registry) as running:
+            async with rpc_serving(decisions.rpc, [register], registry, problem=decisions.source.problem) as running:
                 yield local, running.port
         finally:
             client.close()
@@ -130,7 +130,8 @@ async def serving(
         seed=settings.hash_seed,
     )
     async with AsyncExitStack() as stack:
-        objectives = ObjectiveTable(settings.objectives, required=keys.objectives)
+        also = no_objectives if decisions is None else decisions.source.objectives
+        objectives = ObjectiveTable(settings.objectives, required=keys.objectives, also=also)
         await stack.enter_async_context(following(objectives))
         listener = stack.enter_context(listening(server.host, server.port))
         stack.enter_context(metrics_served(server, registry))

@@ -83,13 +83,18 @@ def request_head(method: bytes, origin: Origin, target: bytes, headers: Headers,
 class HttpClient:
     """Connections to any number of servers, kept for later requests."""
 
-    def __init__(self, *, connect_s: float = 2.0, keep_s: float = 4.0, max_kept: int = 512) -> None:
-        """Keep at most `max_kept` idle connections per server, for less time than servers usually do (5 s)."""
+    def __init__(
+        self, *, connect_s: float = 2.0, keep_s: float = 4.0, max_kept: int = 512, tls: ssl.SSLContext | None = None
+    ) -> None:
+        """Keep at most `max_kept` idle connections per server, for less time than servers usually do (5 s).
+
+        `tls` says which certificates servers may have; by default those that the system knows.
+        """
         self._connect_s = connect_s
         self._keep_s = keep_s
         self._max_kept = max_kept
         self._idle: dict[Origin, list[Connection]] = {}
-        self._tls: ssl.SSLContext | None = None
+        self._tls = tls
 
     async def send(self, origin: Origin, head: bytes, body: bytes, first_s: float) -> Connection:
         """Send a request; return when the head of the response has arrived, at most `first_s` later.

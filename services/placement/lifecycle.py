@@ -9,7 +9,7 @@ from functools import partial
 
 from prometheus_client import CollectorRegistry
 
-from services.instances import FromName, InstanceSource, watch
+from services.instances import InstanceSource, watch
 from services.objectives import ObjectiveTable, following
 from services.placement.decision_recorder import DecisionRecorder
 from services.placement.driver import PlacementDriver
@@ -29,8 +29,8 @@ MEBIBYTE = 2**20
 async def placement_driver(
     settings: SchedulerSettings, source: InstanceSource, registry: CollectorRegistry, poll_s: float = 1.0
 ) -> AsyncIterator[PlacementDriver]:
-    """Follow the instances while the block runs; a bad list is refused at the start, a DNS name may resolve later."""
-    metrics, objectives = SchedulerMetrics(registry), ObjectiveTable(settings.objectives)
+    """Follow the instances while the block runs; a bad list is refused at the start, except where it may come later."""
+    metrics, objectives = SchedulerMetrics(registry), ObjectiveTable(settings.objectives, also=source.objectives)
     instances, lengths = InstanceRegistry(settings, metrics), LengthResolver(settings, metrics)
     reports = ProvisionerReports(settings.provisioners, settings.scheduler_id)
     watching = counting = recorder = None
@@ -39,7 +39,7 @@ async def placement_driver(
         try:
             instances.update(await source.poll() or ())
         except ValueError:
-            if not isinstance(source, FromName):
+            if not source.may_come_later:
                 raise
 
         def pace_of(instance_id: str) -> float | None:
@@ -61,6 +61,7 @@ async def placement_driver(
                 task.cancel()
                 with suppress(asyncio.CancelledError):
                     await task
+        await source.close()
         await instances.close()
         await lengths.close()
         await reports.close()

@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 Register = Callable[[grpc.aio.Server], None]  # a generated add_…_to_server with its servicer
 
 MEBIBYTE = 2**20
+READINESS_S = 0.5  # between two looks at what makes a server ready
 SETTLE_S = 0.05  # for clients to notice that the server refuses new calls
 
 
@@ -36,6 +37,11 @@ class RunningServer:
     metrics_port: int | None
 
 
+def no_problem() -> str:
+    """Return the reason why a server is not ready: there is none."""
+    return ""
+
+
 @asynccontextmanager
 async def serving(
     settings: ServerSettings,
@@ -43,11 +49,12 @@ async def serving(
     registry: CollectorRegistry,
     *,
     endless: Collection[str] = (),
+    problem: Callable[[], str] = no_problem,
 ) -> AsyncIterator[RunningServer]:
     """Serve while the block runs; then refuse new calls and wait for those under way, at most `drain_s`.
 
     `endless` names methods (/package.Service/Method) whose streams end only when the client leaves; draining does not
-    wait for them.
+    wait for them. While there is a `problem`, the services report that they do not serve, and the server that it lives.
     """
     from grpc_reflection.v1alpha import reflection  # the gateway imports this module, too
 
@@ -62,12 +69,26 @@ async def serving(
     with metrics_served(settings, registry) as metrics_port:
         port = bind_server(server, settings.host, settings.port)
         await server.start()
-        for name in names:
-            await state.set(name, health_pb2.HealthCheckResponse.SERVING)
+        await _report_readiness(state, names, problem)
+        following = asyncio.create_task(_follow_readiness(state, names, problem)) if problem is not no_problem else None
         try:
             yield RunningServer(port=port, metrics_port=metrics_port)
         finally:
+            if following is not None:
+                following.cancel()
             await drain(server, state, interceptor, settings.drain_s)
+
+
+async def _follow_readiness(state: health.aio.HealthServicer, names: Sequence[str], problem: Callable[[], str]) -> None:
+    while True:
+        await asyncio.sleep(READINESS_S)
+        await _report_readiness(state, names, problem)
+
+
+async def _report_readiness(state: health.aio.HealthServicer, names: Sequence[str], problem: Callable[[], str]) -> None:
+    status = health_pb2.HealthCheckResponse.NOT_SERVING if problem() else health_pb2.HealthCheckResponse.SERVING
+    for name in names:
+        await state.set(name, status)
 
 
 class _ServiceNames:
@@ -124,17 +145,18 @@ def stop_signal() -> asyncio.Event:
     return event
 
 
-async def serve_until_signalled(
+async def serve_until_signalled(  # noqa: PLR0913 - what any of our servers may need
     name: str,
     settings: ServerSettings,
     services: Sequence[Register],
     registry: CollectorRegistry,
     *,
     endless: Collection[str] = (),
+    problem: Callable[[], str] = no_problem,
 ) -> None:
     """Serve until SIGTERM or SIGINT, then drain."""
     stop = stop_signal()
-    async with serving(settings, services, registry, endless=endless) as running:
+    async with serving(settings, services, registry, endless=endless, problem=problem) as running:
         fields = {} if running.metrics_port is None else {"metrics_port": running.metrics_port}
         freeze_imported_objects()
         log_event(log, logging.INFO, "serving", server=name, host=settings.host, port=running.port, **fields)

@@ -38,7 +38,7 @@ async def _serve(settings: SchedulerSettings, server: ServerSettings, source: In
     ProcessCollector(registry=registry)
     async with scheduling(settings, source, registry, poll_s) as service:
         register = partial(scheduler_pb2_grpc.add_SchedulerServicer_to_server, service)
-        await serve_until_signalled(NAME, server, [register], registry)
+        await serve_until_signalled(NAME, server, [register], registry, problem=source.problem)
 
 
 @asynccontextmanager

@@ -141,8 +141,13 @@ def test_vllm_takes_its_flags() -> None:
 
 
 def test_the_image_has_every_package() -> None:
-    """What the wheel is built from is copied into the image."""
+    """What the wheel and the plug-in are built from is copied into the image, and sent to its builder."""
     project = tomllib.loads((DEPLOY.parent / "pyproject.toml").read_text())
     packages = project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
-    image = (DEPLOY / "compose" / "block.Dockerfile").read_text()
-    assert [name for name in packages if f"COPY {name} /src/{name}\n" not in image] == []
+    image, sent = (DEPLOY / "Dockerfile").read_text(), (DEPLOY / "Dockerfile.dockerignore").read_text().splitlines()
+    for name in (*packages, "deploy/vllm_plugin"):
+        assert f"COPY {name} /src/{name}\n" in image
+        assert f"!{name}" in sent
+    copied = [source for line in re.findall(r"^COPY (?!--from)(.*)$", image, re.MULTILINE) for source in line.split()[:-1]]
+    assert all((DEPLOY.parent / source).exists() for source in copied)
+    assert re.search(r"^USER 65532:65532$", image, re.MULTILINE)

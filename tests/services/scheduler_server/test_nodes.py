@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from services.instances import Instance, Instances, Listed
+from services.instances import Instance, Instances, InstanceSource, Listed
 from tests.services.engine_state.files import busy, writer_at
 from tests.services.predictor_server.running_sidecars import NodeClient, node_of
 from tests.services.scheduler_server.running import FOR_EVER, run, scheduler, statuses
@@ -47,7 +47,7 @@ def test_one_message_requests_all_forecasts_of_a_node(tmp_path: Path) -> None:
         writer.close()
 
 
-class ChangingList:
+class ChangingList(InstanceSource):
     """A list of instances that a test changes."""
 
     def __init__(self, instances: Instances) -> None:
