@@ -14,7 +14,7 @@ TAG = "block"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class DashboardRow:
     """Panels under a heading, from left to right; a closed one is opened by a click."""
 
     title: str
@@ -30,7 +30,7 @@ class Dashboard:
     title: str
     description: str
     variables: tuple[dict[str, Any], ...] = ()
-    rows: tuple[Row, ...]
+    rows: tuple[DashboardRow, ...]
 
     @property
     def file(self) -> str:
@@ -58,7 +58,7 @@ class Dashboard:
         }
 
 
-def placed(rows: Sequence[Row]) -> list[dict[str, Any]]:
+def placed(rows: Sequence[DashboardRow]) -> list[dict[str, Any]]:
     """Give every row and panel an id and a place."""
     found: list[dict[str, Any]] = []
     number = y = 0

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from scripts.dashboards.dashboard import INSTANCE, OF_INSTANCE, Dashboard, Row
-from scripts.dashboards.panels import Query, latency, one, timeseries
+from scripts.dashboards.dashboard import INSTANCE, OF_INSTANCE, Dashboard, DashboardRow
+from scripts.dashboards.panels import PanelQuery, latency, one, timeseries
 from scripts.dashboards.queries import or_zero, rate, ratio
 
 BY = ("instance",)
@@ -11,7 +11,7 @@ DECISION = (
     timeseries(
         "One leg or two",
         [
-            Query(
+            PanelQuery(
                 expression=rate("block_scheduler_disaggregations_total", by=("reason",)),
                 legend="{{reason}}",
             )
@@ -22,7 +22,7 @@ DECISION = (
     ),
     timeseries(
         "Placed by leg",
-        [Query(expression=rate("block_placements_total", by=("leg",)), legend="{{leg}}")],
+        [PanelQuery(expression=rate("block_placements_total", by=("leg",)), legend="{{leg}}")],
         "`serve` is a whole request.",
         unit="reqps",
         stacked=True,
@@ -42,7 +42,7 @@ DECISION = (
 PREFILL = (
     timeseries(
         "Prefill legs by result",
-        [Query(expression=rate("block_gateway_prefill_legs_total", by=("result",)), legend="{{result}}")],
+        [PanelQuery(expression=rate("block_gateway_prefill_legs_total", by=("result",)), legend="{{result}}")],
         "`held`: KV blocks wait for the decode leg. `no_blocks` and `invalid`: check the KV connector of both sides.",
         unit="reqps",
         stacked=True,
@@ -50,7 +50,7 @@ PREFILL = (
     latency("Prefill leg", "block_gateway_prefill_seconds", "From sending a prefill leg to its reply."),
     timeseries(
         "Held prefills",
-        [Query(expression=f"block_emulator_held_prefills{{{OF_INSTANCE}}}", legend="{{instance}}")],
+        [PanelQuery(expression=f"block_emulator_held_prefills{{{OF_INSTANCE}}}", legend="{{instance}}")],
         "Finished prefills whose KV blocks are held for another engine. Emulated engines only.",
     ),
 )
@@ -64,7 +64,7 @@ HAND_OVER = (
     timeseries(
         "Transferred",
         [
-            Query(
+            PanelQuery(
                 expression=rate("vllm:nixl_bytes_transferred_sum", by=BY, where=OF_INSTANCE),
                 legend="{{instance}}",
             )
@@ -75,7 +75,7 @@ HAND_OVER = (
     timeseries(
         "Waiting for KV blocks",
         [
-            Query(
+            PanelQuery(
                 expression=f"sum by (stage) (vllm:num_requests_kv_fetch_by_stage{{{OF_INSTANCE}}})",
                 legend="{{stage}}",
             )
@@ -86,11 +86,11 @@ HAND_OVER = (
     timeseries(
         "Failed transfers",
         [
-            Query(
+            PanelQuery(
                 expression=rate("vllm:nixl_num_failed_transfers_total", by=BY, where=OF_INSTANCE),
                 legend="{{instance}} failed",
             ),
-            Query(
+            PanelQuery(
                 expression=rate("vllm:nixl_num_kv_expired_reqs_total", by=BY, where=OF_INSTANCE),
                 legend="{{instance}} expired",
             ),
@@ -109,13 +109,21 @@ HAND_OVER = (
 DECODE = (
     timeseries(
         "Running",
-        [Query(expression=f"sum by (instance) (vllm:num_requests_running{{{OF_INSTANCE}}})", legend="{{instance}}")],
+        [
+            PanelQuery(
+                expression=f"sum by (instance) (vllm:num_requests_running{{{OF_INSTANCE}}})", legend="{{instance}}"
+            )
+        ],
         "Requests in the batch of each engine: compare prefill with decode.",
         width=12,
     ),
     timeseries(
         "Waiting",
-        [Query(expression=f"sum by (instance) (vllm:num_requests_waiting{{{OF_INSTANCE}}})", legend="{{instance}}")],
+        [
+            PanelQuery(
+                expression=f"sum by (instance) (vllm:num_requests_waiting{{{OF_INSTANCE}}})", legend="{{instance}}"
+            )
+        ],
         "Requests in the queue of each engine: a queue at prefill instances needs more of them.",
         width=12,
     ),
@@ -127,9 +135,9 @@ DISAGGREGATION = Dashboard(
     description="Requests with a prefill leg and a decode leg, in the order in which a request passes them.",
     variables=(INSTANCE,),
     rows=(
-        Row(title="Decision", panels=DECISION),
-        Row(title="Prefill", panels=PREFILL),
-        Row(title="Hand-over", panels=HAND_OVER),
-        Row(title="Engines", panels=DECODE),
+        DashboardRow(title="Decision", panels=DECISION),
+        DashboardRow(title="Prefill", panels=PREFILL),
+        DashboardRow(title="Hand-over", panels=HAND_OVER),
+        DashboardRow(title="Engines", panels=DECODE),
     ),
 )

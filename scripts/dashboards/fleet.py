@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from scripts.dashboards.dashboard import INSTANCE, OF_INSTANCE, OF_POOL, POOL, Dashboard, Row
-from scripts.dashboards.panels import Column, Panel, Query, one, states, table, thresholds, timeseries
+from scripts.dashboards.dashboard import INSTANCE, OF_INSTANCE, OF_POOL, POOL, Dashboard, DashboardRow
+from scripts.dashboards.panels import Column, Panel, PanelQuery, one, states, table, thresholds, timeseries
 from scripts.dashboards.queries import aggregate, quantile, rate, ratio
 
 BY = ("instance",)
@@ -17,7 +17,7 @@ def engine(metric: str) -> str:
 
 def drawn(title: str, expression: str, description: str, unit: str = "short", **settings: object) -> Panel:
     """Draw a line for each instance."""
-    queries = [Query(expression=expression, legend="{{instance}}")]
+    queries = [PanelQuery(expression=expression, legend="{{instance}}")]
     return timeseries(title, queries, description, unit=unit, **settings)  # type: ignore[arg-type]
 
 
@@ -56,7 +56,7 @@ NOW = (
     ),
     states(
         "Engines up",
-        Query(expression=f"block_engine_up{{{OF_INSTANCE}}}", legend="{{instance}}"),
+        PanelQuery(expression=f"block_engine_up{{{OF_INSTANCE}}}", legend="{{instance}}"),
         "Whether an engine runs, as its sidecar sees it.",
         {0: ("down", "red"), 1: ("up", "green")},
     ),
@@ -126,12 +126,12 @@ PROVISIONING = (
     timeseries(
         "Size of the pool",
         [
-            Query(expression=f"max by (pool) (block_desired_instances{{{OF_POOL}}})", legend="{{pool}} desired"),
-            Query(
+            PanelQuery(expression=f"max by (pool) (block_desired_instances{{{OF_POOL}}})", legend="{{pool}} desired"),
+            PanelQuery(
                 expression=f"max by (pool) (block_provisioner_max_instances{{{OF_POOL}}})",
                 legend="{{pool}} maximum",
             ),
-            Query(
+            PanelQuery(
                 expression=f"max by (pool, state) (block_provisioner_instances{{{OF_POOL}}})",
                 legend="{{pool}} {{state}}",
             ),
@@ -141,33 +141,37 @@ PROVISIONING = (
     ),
     timeseries(
         "P99 of forecasts",
-        [Query(expression=f"max by (pool) (block_forecast_p99_e2e_seconds{{{OF_POOL}}})", legend="{{pool}}")],
+        [PanelQuery(expression=f"max by (pool) (block_forecast_p99_e2e_seconds{{{OF_POOL}}})", legend="{{pool}}")],
         "99th percentile of recent forecasts of latency, which rules compare with their threshold.",
         unit="s",
     ),
     timeseries(
         "Arrivals",
-        [Query(expression=f"max by (pool) (block_arrivals_per_second{{{OF_POOL}}})", legend="{{pool}}")],
+        [PanelQuery(expression=f"max by (pool) (block_arrivals_per_second{{{OF_POOL}}})", legend="{{pool}}")],
         "Requests per second, as schedulers report them.",
         unit="reqps",
     ),
     timeseries(
         "Cold start",
-        [Query(expression=f"max by (pool) (block_cold_start_seconds{{{OF_POOL}}})", legend="{{pool}}")],
+        [PanelQuery(expression=f"max by (pool) (block_cold_start_seconds{{{OF_POOL}}})", legend="{{pool}}")],
         "Measured time from starting an instance until it is ready.",
         unit="s",
     ),
     timeseries(
         "Actions",
-        [Query(expression=rate("block_provisioner_actions_total", by=("kind", "state")), legend="{{kind}} {{state}}")],
+        [
+            PanelQuery(
+                expression=rate("block_provisioner_actions_total", by=("kind", "state")), legend="{{kind}} {{state}}"
+            )
+        ],
         "What the provisioner does, by kind and state.",
         unit="cps",
     ),
     timeseries(
         "Leaders, and instances given up",
         [
-            Query(expression=aggregate("sum", "block_provisioner_leads"), legend="leaders"),
-            Query(
+            PanelQuery(expression=aggregate("sum", "block_provisioner_leads"), legend="leaders"),
+            PanelQuery(
                 expression="sum(increase(block_instances_given_up_total[$__rate_interval]))",
                 legend="given up",
             ),
@@ -178,7 +182,7 @@ PROVISIONING = (
     timeseries(
         "Instances by tier",
         [
-            Query(
+            PanelQuery(
                 expression=f"sum by (tier) (block_provisioner_tier_instances{{{OF_POOL}}})",
                 legend="{{tier}}",
             )
@@ -190,7 +194,7 @@ PROVISIONING = (
     ),
     timeseries(
         "Waiting by tier",
-        [Query(expression=f"sum by (tier) (block_provisioner_tier_waiting{{{OF_POOL}}})", legend="{{tier}}")],
+        [PanelQuery(expression=f"sum by (tier) (block_provisioner_tier_waiting{{{OF_POOL}}})", legend="{{tier}}")],
         "Requests that wait at schedulers for an instance of a tier.",
         width=12,
     ),
@@ -206,7 +210,7 @@ ENDED = one(
 QUEUED = timeseries(
     "Where time goes, mean",
     [
-        Query(
+        PanelQuery(
             expression=ratio(
                 rate(f"vllm:request_{phase}_time_seconds_sum", where=OF_INSTANCE),
                 rate(f"vllm:request_{phase}_time_seconds_count", where=OF_INSTANCE),
@@ -226,8 +230,8 @@ FLEET = Dashboard(
     description="Each instance and its engine, and the provisioner that sizes the pool.",
     variables=(INSTANCE, POOL),
     rows=(
-        Row(title="Instances", panels=NOW),
-        Row(title="Engines", panels=(*ENGINES, ENDED, QUEUED)),
-        Row(title="Provisioning", panels=PROVISIONING),
+        DashboardRow(title="Instances", panels=NOW),
+        DashboardRow(title="Engines", panels=(*ENGINES, ENDED, QUEUED)),
+        DashboardRow(title="Provisioning", panels=PROVISIONING),
     ),
 )

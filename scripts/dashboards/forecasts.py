@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from scripts.dashboards.dashboard import INSTANCE, MODEL, OF_INSTANCE, OF_MODEL, Dashboard, Row
-from scripts.dashboards.panels import Panel, Query, heatmap, one, thresholds, timeseries
+from scripts.dashboards.dashboard import INSTANCE, MODEL, OF_INSTANCE, OF_MODEL, Dashboard, DashboardRow
+from scripts.dashboards.panels import Panel, PanelQuery, heatmap, one, thresholds, timeseries
 from scripts.dashboards.queries import mean, quantile, rate, within
 
 ERROR = "block_forecast_error_ratio"
@@ -15,8 +15,8 @@ def beside(title: str, predicted: str, measured: str, q: float) -> Panel:
     return timeseries(
         f"{title}, P{q * 100:g}",
         [
-            Query(expression=quantile(q, predicted, where=OF_MODEL), legend="predicted", colour="orange"),
-            Query(expression=quantile(q, measured, where=OF_MODEL), legend="measured", colour="blue"),
+            PanelQuery(expression=quantile(q, predicted, where=OF_MODEL), legend="predicted", colour="orange"),
+            PanelQuery(expression=quantile(q, measured, where=OF_MODEL), legend="measured", colour="blue"),
         ],
         "Forecasts that requests were placed by, when they were placed, and what the gateway measured, when requests "
         "ended: under a changing load the second follows the first.",
@@ -33,33 +33,33 @@ COMPARED = tuple(
 ERRORS = (
     timeseries(
         "Median error by quantity",
-        [Query(expression=quantile(0.5, ERROR, by=("quantity",), where=OF_INSTANCE), legend="{{quantity}}")],
+        [PanelQuery(expression=quantile(0.5, ERROR, by=("quantity",), where=OF_INSTANCE), legend="{{quantity}}")],
         "Median of |predicted - actual| / actual. That of lengths is the tagger's.",
         unit="percentunit",
         limits=thresholds((0.3, "red"), first="transparent"),
     ),
     timeseries(
         "P90 of the error by quantity",
-        [Query(expression=quantile(0.9, ERROR, by=("quantity",), where=OF_INSTANCE), legend="{{quantity}}")],
+        [PanelQuery(expression=quantile(0.9, ERROR, by=("quantity",), where=OF_INSTANCE), legend="{{quantity}}")],
         "90th percentile of |predicted - actual| / actual.",
         unit="percentunit",
     ),
     timeseries(
         "Within 10 %",
-        [Query(expression=within(ERROR, "0.1", by=("quantity",), where=OF_INSTANCE), legend="{{quantity}}")],
+        [PanelQuery(expression=within(ERROR, "0.1", by=("quantity",), where=OF_INSTANCE), legend="{{quantity}}")],
         "Share of forecasts that are off by 10 % at most.",
         unit="percentunit",
         maximum=1,
     ),
     timeseries(
         "Median error of latency by instance",
-        [Query(expression=quantile(0.5, ERROR, by=("instance",), where=E2E), legend="{{instance}}")],
+        [PanelQuery(expression=quantile(0.5, ERROR, by=("instance",), where=E2E), legend="{{instance}}")],
         "One instance above the others: its profile does not fit its machine.",
         unit="percentunit",
     ),
     timeseries(
         "Bias of latency by instance",
-        [Query(expression=f"block_forecast_bias_ratio{{{E2E}}}", legend="{{instance}}")],
+        [PanelQuery(expression=f"block_forecast_bias_ratio{{{E2E}}}", legend="{{instance}}")],
         "(predicted - actual) / actual, smoothed: above 0 forecasts are too long.",
         unit="percentunit",
         minimum=None,
@@ -67,7 +67,7 @@ ERRORS = (
     ),
     timeseries(
         "Pace by instance",
-        [Query(expression=f"block_pace_ratio{{{OF_INSTANCE}}}", legend="{{instance}}")],
+        [PanelQuery(expression=f"block_pace_ratio{{{OF_INSTANCE}}}", legend="{{instance}}")],
         "Real over predicted step time, smoothed; forecasts are corrected by it. Far from 1: measure a profile.",
     ),
     heatmap(
@@ -88,14 +88,14 @@ ERRORS = (
 MAKING = (
     timeseries(
         "Forecasts by result",
-        [Query(expression=rate("block_forecasts_total", by=("result",), where=OF_INSTANCE), legend="{{result}}")],
+        [PanelQuery(expression=rate("block_forecasts_total", by=("result",), where=OF_INSTANCE), legend="{{result}}")],
         "Requests forecast per second: each request is forecast on every candidate.",
         unit="cps",
     ),
     timeseries(
         "Time to make forecasts",
         [
-            Query(expression=quantile(q, "block_predict_seconds", where=OF_INSTANCE), legend=f"P{q * 100:g}")
+            PanelQuery(expression=quantile(q, "block_predict_seconds", where=OF_INSTANCE), legend=f"P{q * 100:g}")
             for q in (0.5, 0.99)
         ],
         "Time of a sidecar to refresh its view of an engine and to make forecasts.",
@@ -104,7 +104,7 @@ MAKING = (
     timeseries(
         "Source of the state",
         [
-            Query(
+            PanelQuery(
                 expression=f"sum by (source) (block_state_source{{{OF_INSTANCE}}})",
                 legend="{{source}}",
             )
@@ -121,8 +121,8 @@ FORECASTS = Dashboard(
     description="What was predicted beside what happened.",
     variables=(MODEL, INSTANCE),
     rows=(
-        Row(title="Predicted beside measured", panels=COMPARED),
-        Row(title="Errors", panels=ERRORS),
-        Row(title="Making forecasts", panels=MAKING),
+        DashboardRow(title="Predicted beside measured", panels=COMPARED),
+        DashboardRow(title="Errors", panels=ERRORS),
+        DashboardRow(title="Making forecasts", panels=MAKING),
     ),
 )

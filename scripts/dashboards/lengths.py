@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from scripts.dashboards.dashboard import Dashboard, Row
-from scripts.dashboards.panels import Query, heatmap, one, stat, states, thresholds, timeseries
+from scripts.dashboards.dashboard import Dashboard, DashboardRow
+from scripts.dashboards.panels import PanelQuery, heatmap, one, stat, states, thresholds, timeseries
 from scripts.dashboards.queries import or_zero, quantile, rate, ratio
 
 LENGTH_ERROR = 'quantity="output_tokens"'
@@ -41,7 +41,7 @@ NOW = (
 SOURCES = (
     timeseries(
         "Lengths by source",
-        [Query(expression=rate("block_scheduler_tags_total", by=("source",)), legend="{{source}}")],
+        [PanelQuery(expression=rate("block_scheduler_tags_total", by=("source",)), legend="{{source}}")],
         "Who told the scheduler a request's length: the client, the tagger, or a constant.",
         unit="reqps",
         stacked=True,
@@ -49,7 +49,7 @@ SOURCES = (
     ),
     timeseries(
         "Tags by estimator",
-        [Query(expression=rate("block_tagger_tags_total", by=("estimator",)), legend="{{estimator}}")],
+        [PanelQuery(expression=rate("block_tagger_tags_total", by=("estimator",)), legend="{{estimator}}")],
         "The first estimator of the chain that knows a length gives it.",
         unit="reqps",
         stacked=True,
@@ -59,19 +59,19 @@ SOURCES = (
 ACCURACY = (
     timeseries(
         "Bias",
-        [Query(expression="block_tagger_bias", legend="{{estimator}} {{model}}")],
+        [PanelQuery(expression="block_tagger_bias", legend="{{estimator}} {{model}}")],
         "Recent logarithm of real over estimated length; estimates are corrected by it. 0.4 is a factor of 1.5.",
         minimum=None,
         limits=thresholds((-0.405, "transparent"), (0.405, "red"), first="red"),
     ),
     timeseries(
         "Error",
-        [Query(expression="block_tagger_error", legend="{{estimator}} {{model}}")],
+        [PanelQuery(expression="block_tagger_error", legend="{{estimator}} {{model}}")],
         "Recent mean absolute error of the logarithm of the length, corrected.",
     ),
     states(
         "Drift",
-        Query(expression="block_tagger_drift", legend="{{estimator}} {{model}}"),
+        PanelQuery(expression="block_tagger_drift", legend="{{estimator}} {{model}}"),
         "Where the bias exceeds a factor of 1.5.",
         {0: ("fits", "green"), 1: ("drifted", "red")},
         width=8,
@@ -94,31 +94,31 @@ ACCURACY = (
 LEARNING = (
     timeseries(
         "Outcomes",
-        [Query(expression=rate("block_tagger_outcomes_total", by=("learned",)), legend="learned: {{learned}}")],
+        [PanelQuery(expression=rate("block_tagger_outcomes_total", by=("learned",)), legend="learned: {{learned}}")],
         "Outcomes that the tagger received, and whether an estimator learned from them.",
         unit="reqps",
     ),
     timeseries(
         "Outcomes that schedulers report",
-        [Query(expression=rate("block_scheduler_outcomes_total", by=("result",)), legend="{{result}}")],
+        [PanelQuery(expression=rate("block_scheduler_outcomes_total", by=("result",)), legend="{{result}}")],
         "A tagger that does not reply gets them later, up to a limit.",
         unit="reqps",
     ),
     timeseries(
         "Encoder",
         [
-            Query(
+            PanelQuery(
                 expression=ratio(rate("block_tagger_encoder_batch_sum"), rate("block_tagger_encoder_batch_count")),
                 legend="prompts in a batch",
             ),
-            Query(expression=rate("block_tagger_encoder_missed_total", by=("why",)), legend="missed: {{why}}"),
+            PanelQuery(expression=rate("block_tagger_encoder_missed_total", by=("why",)), legend="missed: {{why}}"),
         ],
         "The estimator that reads prompts by a model: its mean batch, and requests without its estimate per second.",
     ),
     timeseries(
         "Checkpoints loaded",
         [
-            Query(
+            PanelQuery(
                 expression="sum by (taken) (increase(block_tagger_reloads_total[$__rate_interval]))",
                 legend="taken: {{taken}}",
             )
@@ -127,7 +127,7 @@ LEARNING = (
     ),
     timeseries(
         "Failed calls of the tagger",
-        [Query(expression=rate("block_tagger_failures_total", by=("kind",)), legend="{{kind}}")],
+        [PanelQuery(expression=rate("block_tagger_failures_total", by=("kind",)), legend="{{kind}}")],
         "Lengths then come from a constant.",
         unit="reqps",
     ),
@@ -138,9 +138,9 @@ LENGTHS = Dashboard(
     title="Block / Lengths",
     description="Where predicted response lengths come from, and how right they are.",
     rows=(
-        Row(title="Now", panels=NOW),
-        Row(title="Sources", panels=SOURCES),
-        Row(title="Accuracy", panels=ACCURACY),
-        Row(title="Learning", panels=LEARNING),
+        DashboardRow(title="Now", panels=NOW),
+        DashboardRow(title="Sources", panels=SOURCES),
+        DashboardRow(title="Accuracy", panels=ACCURACY),
+        DashboardRow(title="Learning", panels=LEARNING),
     ),
 )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from scripts.dashboards.dashboard import MODEL, OF_MODEL, TPOT_SLO, TTFT_SLO, Dashboard, Row
-from scripts.dashboards.panels import Query, heatmap, latency, one, stat, thresholds, timeseries
+from scripts.dashboards.dashboard import MODEL, OF_MODEL, TPOT_SLO, TTFT_SLO, Dashboard, DashboardRow
+from scripts.dashboards.panels import PanelQuery, heatmap, latency, one, stat, thresholds, timeseries
 from scripts.dashboards.queries import aggregate, or_zero, quantile, rate, ratio, within
 
 ATTAINED = thresholds((0.9, "yellow"), (0.99, "green"), first="red")
@@ -100,7 +100,7 @@ SERVED = (
 TRAFFIC = (
     timeseries(
         "Replies by status",
-        [Query(expression=rate("block_gateway_requests_total", by=("status",)), legend="{{status}}")],
+        [PanelQuery(expression=rate("block_gateway_requests_total", by=("status",)), legend="{{status}}")],
         "Replies per second. 499 means that the client disconnected, 429 that a request was refused early.",
         unit="reqps",
         stacked=True,
@@ -108,22 +108,30 @@ TRAFFIC = (
     timeseries(
         "Tokens",
         [
-            Query(expression=rate("block_gateway_prompt_tokens_total", where=OF_MODEL), legend="prompt"),
-            Query(expression=rate("block_gateway_output_tokens_total", where=OF_MODEL), legend="output"),
+            PanelQuery(expression=rate("block_gateway_prompt_tokens_total", where=OF_MODEL), legend="prompt"),
+            PanelQuery(expression=rate("block_gateway_output_tokens_total", where=OF_MODEL), legend="output"),
         ],
         "Tokens per second of prompts that completed, and of answers.",
         unit="cps",
     ),
     timeseries(
         "Answers by end",
-        [Query(expression=rate("block_gateway_finished_total", by=("reason",), where=OF_MODEL), legend="{{reason}}")],
+        [
+            PanelQuery(
+                expression=rate("block_gateway_finished_total", by=("reason",), where=OF_MODEL), legend="{{reason}}"
+            )
+        ],
         "How answers end: at a stop token, at their maximum length, cancelled by the client, or failed.",
         unit="reqps",
         stacked=True,
     ),
     timeseries(
         "Answers by model",
-        [Query(expression=rate("block_gateway_finished_total", by=("model",), where=OF_MODEL), legend="{{model}}")],
+        [
+            PanelQuery(
+                expression=rate("block_gateway_finished_total", by=("model",), where=OF_MODEL), legend="{{model}}"
+            )
+        ],
         "Answers per second.",
         unit="reqps",
         stacked=True,
@@ -136,8 +144,8 @@ TRAFFIC = (
     timeseries(
         "Streams that end early",
         [
-            Query(expression=rate("block_gateway_clients_left_total"), legend="client left"),
-            Query(expression=rate("block_gateway_streams_broken_total"), legend="broken"),
+            PanelQuery(expression=rate("block_gateway_clients_left_total"), legend="client left"),
+            PanelQuery(expression=rate("block_gateway_streams_broken_total"), legend="broken"),
         ],
         "Clients that disconnect, and streams that end in an error because their engine fails.",
         unit="reqps",
@@ -169,14 +177,14 @@ LATENCY = (
 FAULTS = (
     timeseries(
         "Retries by reason",
-        [Query(expression=rate("block_gateway_retries_total", by=("why",)), legend="{{why}}")],
+        [PanelQuery(expression=rate("block_gateway_retries_total", by=("why",)), legend="{{why}}")],
         "Requests sent to another engine: the status or the error of the one before.",
         unit="reqps",
         width=6,
     ),
     timeseries(
         "Placed without a scheduler",
-        [Query(expression=rate("block_gateway_last_resort_total", by=("how",)), legend="{{how}}")],
+        [PanelQuery(expression=rate("block_gateway_last_resort_total", by=("how",)), legend="{{how}}")],
         "Requests that the gateway places by an earlier decision, or by turns, as no scheduler replies.",
         unit="reqps",
         width=6,
@@ -184,7 +192,7 @@ FAULTS = (
     timeseries(
         "Failed calls of schedulers",
         [
-            Query(
+            PanelQuery(
                 expression=rate("block_gateway_scheduler_failures_total", by=("scheduler", "code")),
                 legend="{{scheduler}} {{code}}",
             )
@@ -195,7 +203,7 @@ FAULTS = (
     ),
     timeseries(
         "Reports of ended requests",
-        [Query(expression=rate("block_gateway_releases_total", by=("result",)), legend="{{result}}")],
+        [PanelQuery(expression=rate("block_gateway_releases_total", by=("result",)), legend="{{result}}")],
         "A lost one leaves a reservation until it expires.",
         unit="reqps",
         width=6,
@@ -204,13 +212,13 @@ FAULTS = (
 PROCESSES = (
     timeseries(
         "Processor time",
-        [Query(expression="rate(process_cpu_seconds_total[$__rate_interval])", legend="{{job}} {{instance}}")],
+        [PanelQuery(expression="rate(process_cpu_seconds_total[$__rate_interval])", legend="{{job}} {{instance}}")],
         "Cores in use by each of Block's processes. A process uses one core at most.",
         width=12,
     ),
     timeseries(
         "Memory",
-        [Query(expression="process_resident_memory_bytes", legend="{{job}} {{instance}}")],
+        [PanelQuery(expression="process_resident_memory_bytes", legend="{{job}} {{instance}}")],
         "Resident memory of each process.",
         unit="bytes",
         width=12,
@@ -223,10 +231,10 @@ OVERVIEW = Dashboard(
     description="Are users served, are targets met, does anything fail.",
     variables=(MODEL, TTFT_SLO, TPOT_SLO),
     rows=(
-        Row(title="Now", panels=SERVED),
-        Row(title="Traffic", panels=TRAFFIC),
-        Row(title="Latency at the gateway", panels=LATENCY),
-        Row(title="Faults", panels=FAULTS),
-        Row(title="Processes", panels=PROCESSES, closed=True),
+        DashboardRow(title="Now", panels=SERVED),
+        DashboardRow(title="Traffic", panels=TRAFFIC),
+        DashboardRow(title="Latency at the gateway", panels=LATENCY),
+        DashboardRow(title="Faults", panels=FAULTS),
+        DashboardRow(title="Processes", panels=PROCESSES, closed=True),
     ),
 )

@@ -18,7 +18,7 @@ TOOLTIP = {"mode": "multi", "sort": "desc"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Query:
+class PanelQuery:
     """An expression, the name of its series, and the colour of one that always means the same."""
 
     expression: str
@@ -49,7 +49,7 @@ class Panel:
     kind: str
     title: str
     description: str
-    queries: tuple[Query, ...]
+    queries: tuple[PanelQuery, ...]
     width: int
     height: int
     defaults: Mapping[str, Any]
@@ -75,7 +75,7 @@ class Panel:
         return found
 
 
-def metrics_note(queries: Sequence[Query]) -> str:
+def metrics_note(queries: Sequence[PanelQuery]) -> str:
     """Name the metrics behind a panel."""
     names = dict.fromkeys(name for query in queries for name in METRIC.findall(query.expression))
     return f"{'Metrics' if len(names) > 1 else 'Metric'}: {', '.join(f'`{name}`' for name in names)}."
@@ -115,7 +115,7 @@ def stat(
         kind="stat",
         title=title,
         description=description,
-        queries=(Query(expression=expression),),
+        queries=(PanelQuery(expression=expression),),
         width=width,
         height=4,
         defaults=defaults,
@@ -132,7 +132,7 @@ def stat(
 
 def timeseries(
     title: str,
-    queries: Sequence[Query],
+    queries: Sequence[PanelQuery],
     description: str,
     *,
     unit: str = "short",
@@ -192,17 +192,19 @@ def colour_of(query: Query) -> dict[str, Any]:
 
 def one(title: str, expression: str, description: str, *, legend: str = "", **settings: Any) -> Panel:
     """Draw one expression over time."""
-    return timeseries(title, [Query(expression=expression, legend=legend or title)], description, **settings)
+    return timeseries(title, [PanelQuery(expression=expression, legend=legend or title)], description, **settings)
 
 
-def distribution(histogram: str, *, where: str = "", quantiles: Sequence[float] = (0.5, 0.95, 0.99)) -> list[Query]:
+def distribution(
+    histogram: str, *, where: str = "", quantiles: Sequence[float] = (0.5, 0.95, 0.99)
+) -> list[PanelQuery]:
     """Take the quantiles and the mean of a histogram."""
     names = [f"P{round(q * 100)}" for q in quantiles]
     queries = [
-        Query(expression=quantile(q, histogram, where=where), legend=name, colour=COLOURS[name])
+        PanelQuery(expression=quantile(q, histogram, where=where), legend=name, colour=COLOURS[name])
         for q, name in zip(quantiles, names, strict=True)
     ]
-    return [*queries, Query(expression=mean(histogram, where=where), legend="mean", colour=COLOURS["mean"])]
+    return [*queries, PanelQuery(expression=mean(histogram, where=where), legend="mean", colour=COLOURS["mean"])]
 
 
 def latency(title: str, histogram: str, description: str, *, where: str = "", width: int = 8) -> Panel:
@@ -216,7 +218,7 @@ def heatmap(title: str, expression: str, description: str, *, unit: str = "s", w
         kind="heatmap",
         title=title,
         description=description,
-        queries=(Query(expression=expression, legend="{{le}}", heatmap=True),),
+        queries=(PanelQuery(expression=expression, legend="{{le}}", heatmap=True),),
         width=width,
         height=8,
         defaults={"custom": {"scaleDistribution": {"type": "linear"}}},
@@ -232,7 +234,9 @@ def heatmap(title: str, expression: str, description: str, *, unit: str = "s", w
     )
 
 
-def states(title: str, query: Query, description: str, values: Mapping[int, tuple[str, str]], width: int = 12) -> Panel:
+def states(
+    title: str, query: PanelQuery, description: str, values: Mapping[int, tuple[str, str]], width: int = 12
+) -> Panel:
     """Draw what state each series is in over time; `values` have a text and a colour each."""
     mapped = {str(value): {"color": colour, "text": text} for value, (text, colour) in values.items()}
     return Panel(
@@ -291,7 +295,7 @@ def table(
         kind="table",
         title=title,
         description=description,
-        queries=tuple(Query(expression=column.expression, instant=True) for column in columns),
+        queries=tuple(PanelQuery(expression=column.expression, instant=True) for column in columns),
         width=24,
         height=9,
         defaults={"custom": {"align": "auto", "filterable": True}, "noValue": "-", "thresholds": NEUTRAL},

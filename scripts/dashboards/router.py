@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from scripts.dashboards.dashboard import INSTANCE, OF_INSTANCE, Dashboard, Row
-from scripts.dashboards.panels import Query, latency, one, timeseries
+from scripts.dashboards.dashboard import INSTANCE, OF_INSTANCE, Dashboard, DashboardRow
+from scripts.dashboards.panels import PanelQuery, latency, one, timeseries
 from scripts.dashboards.queries import aggregate, quantile, rate, ratio
 
 PLACED = rate("block_placements_total", by=("instance",), where=OF_INSTANCE)
@@ -11,7 +11,7 @@ DECISIONS = (
     timeseries(
         "Decision time by policy",
         [
-            Query(
+            PanelQuery(
                 expression=quantile(q, "block_decision_seconds", by=("policy",)), legend=f"{{{{policy}}}} P{q * 100:g}"
             )
             for q in (0.5, 0.99)
@@ -25,14 +25,14 @@ DECISIONS = (
     latency("Fan-out", "block_fan_out_seconds", "From requesting forecasts to the last reply of a sidecar."),
     timeseries(
         "Decisions by basis",
-        [Query(expression=rate("block_decisions_total", by=("basis",)), legend="{{basis}}")],
+        [PanelQuery(expression=rate("block_decisions_total", by=("basis",)), legend="{{basis}}")],
         "What instances were ranked by; `last_resort` and missing forecasts mean that sidecars do not reply.",
         unit="reqps",
         stacked=True,
     ),
     timeseries(
         "Decisions by policy",
-        [Query(expression=rate("block_decisions_total", by=("policy",)), legend="{{policy}}")],
+        [PanelQuery(expression=rate("block_decisions_total", by=("policy",)), legend="{{policy}}")],
         "Decisions per second.",
         unit="reqps",
         stacked=True,
@@ -46,7 +46,7 @@ DECISIONS = (
 PLACEMENT = (
     timeseries(
         "Requests by instance",
-        [Query(expression=PLACED, legend="{{instance}}")],
+        [PanelQuery(expression=PLACED, legend="{{instance}}")],
         "Requests and legs placed per second.",
         unit="reqps",
         width=12,
@@ -61,21 +61,25 @@ PLACEMENT = (
     ),
     timeseries(
         "Reservations",
-        [Query(expression=rate("block_reservations_total", by=("result",)), legend="{{result}}")],
+        [PanelQuery(expression=rate("block_reservations_total", by=("result",)), legend="{{result}}")],
         "A conflict means that another scheduler was faster: the request is ranked again.",
         unit="reqps",
         width=6,
     ),
     timeseries(
         "Reservations that ended",
-        [Query(expression=rate("block_reservations_ended_total", by=("how",), where=OF_INSTANCE), legend="{{how}}")],
+        [
+            PanelQuery(
+                expression=rate("block_reservations_ended_total", by=("how",), where=OF_INSTANCE), legend="{{how}}"
+            )
+        ],
         "Reservations that reached their engine, were released, or expired unused.",
         unit="reqps",
         width=12,
     ),
     timeseries(
         "Reserved now",
-        [Query(expression=f"block_reservations{{{OF_INSTANCE}}}", legend="{{instance}}")],
+        [PanelQuery(expression=f"block_reservations{{{OF_INSTANCE}}}", legend="{{instance}}")],
         "Requests that are counted at an instance before its engine shows them.",
         width=12,
     ),
@@ -85,7 +89,7 @@ WAITING = (
     latency("Time held", "block_held_seconds", "Of requests that were held.", width=6),
     timeseries(
         "Holds by end",
-        [Query(expression=rate("block_holds_total", by=("end",)), legend="{{end}}")],
+        [PanelQuery(expression=rate("block_holds_total", by=("end",)), legend="{{end}}")],
         "`not_admitted` means that no instance had room in time.",
         unit="reqps",
         width=6,
@@ -93,8 +97,8 @@ WAITING = (
     timeseries(
         "Refused early, and without an instance",
         [
-            Query(expression=rate("block_scheduler_shed_total", by=("reason",)), legend="{{reason}}"),
-            Query(expression=rate("block_undecided_total"), legend="no instance"),
+            PanelQuery(expression=rate("block_scheduler_shed_total", by=("reason",)), legend="{{reason}}"),
+            PanelQuery(expression=rate("block_undecided_total"), legend="no instance"),
         ],
         "Requests that schedulers refuse, by reason.",
         unit="reqps",
@@ -105,7 +109,7 @@ SIDECARS = (
     timeseries(
         "Failed calls of sidecars",
         [
-            Query(
+            PanelQuery(
                 expression=rate("block_sidecar_failures_total", by=("instance", "kind"), where=OF_INSTANCE),
                 legend="{{instance}} {{kind}}",
             )
@@ -117,7 +121,7 @@ SIDECARS = (
     timeseries(
         "Forecast time by instance, P99",
         [
-            Query(
+            PanelQuery(
                 expression=quantile(0.99, "block_predict_seconds", by=("instance",), where=OF_INSTANCE),
                 legend="{{instance}}",
             )
@@ -129,7 +133,7 @@ SIDECARS = (
 GRPC = (
     timeseries(
         "Calls by method and status",
-        [Query(expression=rate("block_grpc_requests_total", by=("method", "code")), legend="{{method}} {{code}}")],
+        [PanelQuery(expression=rate("block_grpc_requests_total", by=("method", "code")), legend="{{method}} {{code}}")],
         "Calls ended per second, at all gRPC servers.",
         unit="reqps",
         width=12,
@@ -137,7 +141,7 @@ GRPC = (
     timeseries(
         "Time by method, P99",
         [
-            Query(
+            PanelQuery(
                 expression=quantile(0.99, "block_grpc_request_seconds", by=("method",)),
                 legend="{{method}}",
             )
@@ -165,10 +169,10 @@ ROUTER = Dashboard(
     description="How decisions are made, what they are based on, and where requests go.",
     variables=(INSTANCE,),
     rows=(
-        Row(title="Decisions", panels=(*DECISIONS, SHARE_DEGRADED)),
-        Row(title="Placement", panels=PLACEMENT),
-        Row(title="Waiting at schedulers", panels=WAITING),
-        Row(title="Sidecars", panels=SIDECARS),
-        Row(title="gRPC", panels=GRPC, closed=True),
+        DashboardRow(title="Decisions", panels=(*DECISIONS, SHARE_DEGRADED)),
+        DashboardRow(title="Placement", panels=PLACEMENT),
+        DashboardRow(title="Waiting at schedulers", panels=WAITING),
+        DashboardRow(title="Sidecars", panels=SIDECARS),
+        DashboardRow(title="gRPC", panels=GRPC, closed=True),
     ),
 )

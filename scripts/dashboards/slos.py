@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from scripts.dashboards.dashboard import OBJECTIVE, Dashboard, Row
-from scripts.dashboards.panels import Panel, Query, one, stat, thresholds, timeseries
+from scripts.dashboards.dashboard import OBJECTIVE, Dashboard, DashboardRow
+from scripts.dashboards.panels import Panel, PanelQuery, one, stat, thresholds, timeseries
 from scripts.dashboards.queries import aggregate, or_zero, rate, ratio
 
 TARGETS, ATTAINED = "block_gateway_targets_total", "block_gateway_targets_attained_total"
@@ -18,7 +18,7 @@ def attained(*by: str, where: str = OF_SLO) -> str:
 
 def shares(title: str, expression: str, legend: str, description: str) -> Panel:
     """Draw shares between 0 and 1."""
-    queries = [Query(expression=expression, legend=legend)]
+    queries = [PanelQuery(expression=expression, legend=legend)]
     return timeseries(title, queries, description, unit="percentunit", maximum=1)
 
 
@@ -56,7 +56,7 @@ NOW = (
 BURN = (
     timeseries(
         "Burn rate",
-        [Query(expression=burn(window), legend=window) for window in ("5m", "30m", "1h", "6h")],
+        [PanelQuery(expression=burn(window), legend=window) for window in ("5m", "30m", "1h", "6h")],
         "How fast the error budget of the objective chosen above is spent: at 1 exactly as fast as it may be.",
         limits=thresholds((1, "yellow"), (14.4, "red"), first="transparent"),
         width=12,
@@ -64,8 +64,8 @@ BURN = (
     timeseries(
         "Requests with targets",
         [
-            Query(expression=rate("block_gateway_slo_requests_total"), legend="with targets"),
-            Query(expression=rate("block_gateway_slo_attained_total"), legend="attained"),
+            PanelQuery(expression=rate("block_gateway_slo_requests_total"), legend="with targets"),
+            PanelQuery(expression=rate("block_gateway_slo_attained_total"), legend="attained"),
         ],
         "Streams with targets that ended, per second.",
         unit="reqps",
@@ -128,9 +128,9 @@ SLOS = Dashboard(
     description="What requests with targets attain, by class, client and tier; and who waits or is refused.",
     variables=(OBJECTIVE,),
     rows=(
-        Row(title="Now", panels=NOW),
-        Row(title="Error budget", panels=BURN),
-        Row(title="Attained by whom", panels=WHO),
-        Row(title="Admission", panels=ADMISSION),
+        DashboardRow(title="Now", panels=NOW),
+        DashboardRow(title="Error budget", panels=BURN),
+        DashboardRow(title="Attained by whom", panels=WHO),
+        DashboardRow(title="Admission", panels=ADMISSION),
     ),
 )
