@@ -182,7 +182,7 @@ def timeseries(
     )
 
 
-def colour_of(query: Query) -> dict[str, Any]:
+def colour_of(query: PanelQuery) -> dict[str, Any]:
     """Give a series a fixed colour."""
     return {
         "matcher": {"id": "byName", "options": query.legend},
