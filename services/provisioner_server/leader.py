@@ -400,6 +400,7 @@ class Leader:
     def _measure(self) -> None:
         self.tiers.measure(self._roster, self._metrics)
         pool = self._settings.pool
+        self._metrics.max_instances.labels(pool).set(self._settings.limits.max_instances)
         for state in STATES:
             self._metrics.instances.labels(pool, state).set(len(self._roster.in_state(state)))
         now = self._pool.state(len(self._roster.in_state(READY)), len(self._roster.in_state(STARTING)))

@@ -15,6 +15,9 @@ class ProvisionerMetrics:
         self.desired = Gauge(
             "block_desired_instances", "Desired number of instances; for HPA or KEDA.", ("pool",), registry=registry
         )
+        self.max_instances = Gauge(
+            "block_provisioner_max_instances", "Largest number of instances that may run.", ("pool",), registry=registry
+        )
         self.instances = Gauge(
             "block_provisioner_instances", "Instances, by state.", ("pool", "state"), registry=registry
         )

@@ -30,7 +30,7 @@ FLAG = re.compile(r"(?<![\w-])(?:--[a-z][\w-]*|-[a-z]\b)")
 OTHERS = {
     "--dist",  # pytest-xdist
     "--scheduler-cls", "--shutdown-timeout",  # vLLM
-    "--build", "--host", "--no-deps",
+    "--build", "--enable-feature", "--host", "--no-deps",
 }  # fmt: skip
 SERVED = ("gateway", "scheduler", "predictor", "tagger", "engine", "provisioner")
 NAME = re.compile(r"block_[a-z0-9_]+")
