@@ -57,16 +57,6 @@ class Exchange:
         self._is_over = False  # the client got a reply of ours, or nothing may be answered
         self._names: ModelNames | None = None  # to be replaced in the response
 
-    @property
-    def is_done(self) -> bool:
-        """Whether the stream is of no use any more."""
-        return self._is_over or (self._pick is not None and not self._reads_response)
-
-    @property
-    def _reads_response(self) -> bool:
-        settings = self._settings
-        return settings.read_responses or bool(settings.conformance_pool)
-
     def receive(self, message: wire.ProcessingRequest) -> Responses | None:
         """Take a message; return the messages to send, or None where `place` is to be called."""
         if message.observability_mode or self._is_over:
@@ -87,9 +77,9 @@ class Exchange:
         raise ValueError("request: is missing, or of a kind that is not known")
 
     def close(self) -> None:
-        """Take the end of the stream."""
+        """Take the end of the stream; without the end of the response, the client has left."""
         if self._pick is not None:
-            self._picker.ended(self._pick)
+            self._picker.ended(self._pick, is_shown=self._response_mode != NONE)
 
     # The request.
 

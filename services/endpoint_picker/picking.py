@@ -142,6 +142,7 @@ class Picker:
         self.metrics.decision.observe(took_s)
         if pick.reader is not None:
             pick.response_headers.append((b"x-block-decision-ms", b"%.2f" % (took_s * 1000)))
+        del pick.endpoints[self.settings.max_endpoints :]
         pick.set_headers.append((ENDPOINT.encode(), pick.destination.encode()))
         set_names = {name for name, _ in pick.set_headers}
         pick.removed_headers = list(
@@ -154,10 +155,10 @@ class Picker:
             )  # fmt: skip
         return pick
 
-    def ended(self, pick: Pick) -> None:
-        """Take the end of a request's stream; without the end of the response, the client has left."""
+    def ended(self, pick: Pick, *, is_shown: bool) -> None:
+        """Take the end of a request's stream, in which the response `is_shown` up to its end, or not."""
         if pick.reader is not None:
-            pick.reader.finish(common_pb2.FINISH_REASON_CANCELLED)
+            pick.reader.stream_ended(is_shown=is_shown)
         self._request_ids.discard(pick.request_id)
 
     def _count_refusal(self, error: ApiError) -> None:

@@ -88,6 +88,16 @@ class ResponseReader:
             self._reader.rest()
         self.finish()
 
+    def stream_ended(self, *, is_shown: bool) -> None:
+        """Take the end of the proxy's stream: the client has left, unless the response is over.
+
+        Where responses are not shown, that is unknown, and a reservation ends when the engine shows the request.
+        """
+        if is_shown:
+            self.finish(CANCELLED)
+        elif self._status:
+            self.finish(UNSPECIFIED)
+
     def finish(self, reason: common_pb2.FinishReason.ValueType | None = None) -> None:
         """Report the outcome, by default as the response tells it."""
         if self._is_finished:

@@ -52,8 +52,6 @@ class ExternalProcessorService(external_processor_pb2_grpc.ExternalProcessorServ
                 responses = exchange.receive(message)
                 for response in await exchange.place() if responses is None else responses:
                     yield response
-                if exchange.is_done:
-                    return
         finally:
             self._num -= 1
             if not self._num:

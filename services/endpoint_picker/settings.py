@@ -38,11 +38,11 @@ class PickerSettings:
         "Time after SIGTERM for which new requests are still taken, while the health service says NOT_SERVING, in "
         "seconds; then those under way are finished, at most drain_s.",
     ] = 0.0
-    read_responses: Annotated[
-        bool,
-        "Read responses, for their lengths, times and errors; without, the proxy passes them on by itself, and "
-        "reservations end when the engine shows the request.",
-    ] = True
+    max_endpoints: Annotated[
+        int,
+        "Maximum number of endpoints in an answer: the chosen one, and the next best ones for retries; 1 for proxies "
+        "that take one address only, such as Envoy's clusters of type ORIGINAL_DST.",
+    ] = 4
     allow_kv_transfer_params: Annotated[
         bool,
         "Pass kv_transfer_params of clients on to engines, where they can name the KV blocks of other clients; such "
@@ -68,5 +68,7 @@ class PickerSettings:
             raise ValueError(f"schedule_s: must be a time above 0, not {self.schedule_s}")
         if not (math.isfinite(self.accept_s) and self.accept_s >= 0):
             raise ValueError(f"accept_s: must be a time from 0 on, not {self.accept_s}")
+        if self.max_endpoints < 1:
+            raise ValueError(f"max_endpoints: must be at least 1, not {self.max_endpoints}")
         if self.cert_path and not self.secure_serving:
             raise ValueError("cert_path: has no effect without TLS; leave out --no-secure-serving")
