@@ -51,6 +51,7 @@ class Exchange:
         self._request: HttpRequest | None = None
         self._pieces: list[bytes] = []
         self._num_bytes = 0
+        self._has_body = False  # that is shown before the choice
         self._is_waiting_for_body = False
         self._has_trailers = False
         self._pick: Pick | None = None
@@ -90,7 +91,7 @@ class Exchange:
             config = message.protocol_config
             self._request_mode, self._response_mode = config.request_body_mode, config.response_body_mode
         shown = message.request_headers
-        has_body = not shown.end_of_stream and self._request_mode in (FULL_DUPLEX, BUFFERED)
+        self._has_body = not shown.end_of_stream and self._request_mode in (FULL_DUPLEX, BUFFERED)
         self._request = HttpRequest(
             headers=headers_in(shown),
             body=b"" if shown.end_of_stream else None,
@@ -98,7 +99,7 @@ class Exchange:
             arrived_s=time.monotonic(),
             arrived_unix_s=time.time(),
         )
-        if not has_body:
+        if not self._has_body:
             return None
         self._is_waiting_for_body = True
         if self._request_mode == BUFFERED:
@@ -136,7 +137,6 @@ class Exchange:
         """Choose the endpoints of the request; return the messages that say so."""
         request = self._request
         assert request is not None
-        had_body = self._num_bytes > 0 or request.body != b""
         try:
             self._pick = pick = await self._picker.pick(request)
         except ApiError as error:
@@ -144,14 +144,14 @@ class Exchange:
         if pick.models is not None:
             of_client, of_engine = pick.models
             self._names = ModelNames(of_client=of_client, of_engine=of_engine)
-        return self._chosen(pick, request, had_body=had_body and request.body is not None)
+        return self._chosen(pick, request)
 
-    def _chosen(self, pick: Pick, request: HttpRequest, *, had_body: bool) -> Responses:
+    def _chosen(self, pick: Pick, request: HttpRequest) -> Responses:
         common = wire.CommonResponse(
             header_mutation=header_mutation(pick.set_headers, pick.removed_headers), clear_route_cache=True
         )
         metadata = endpoint_metadata(pick.destination)
-        if had_body and self._request_mode == BUFFERED:
+        if self._has_body and self._request_mode == BUFFERED:
             if pick.body is not None:
                 common.body_mutation.body = pick.body
                 length = header_mutation([(b"content-length", b"%d" % len(pick.body))])
@@ -160,7 +160,7 @@ class Exchange:
         responses = [
             wire.ProcessingResponse(request_headers=wire.HeadersResponse(response=common), dynamic_metadata=metadata)
         ]
-        if had_body:
+        if self._has_body:
             assert request.body is not None
             responses += request_chunks(request.body if pick.body is None else pick.body, end=not self._has_trailers)
         if self._has_trailers:

@@ -42,7 +42,9 @@ class ExternalProcessorService(external_processor_pb2_grpc.ExternalProcessorServ
     ) -> AsyncIterator[wire.ProcessingResponse]:
         """Process one HTTP request and its response."""
         if self._num >= self._max_streams:
-            yield self._too_many()
+            async for _ in request_iterator:
+                yield self._too_many()
+                return
             return
         self._num += 1
         self._none_left.clear()
