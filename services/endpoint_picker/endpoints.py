@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from protos.block.v1 import common_pb2
 from scheduler.instances import PREFILL_ROLE, InstanceStatus
 from services.http.client import origin_of
-from services.instances import Instance, Instances, InstanceSource
+from services.instances import FromFile, Instance, Instances, InstanceSource, Listed
 from services.placement.instance_registry import InstanceRegistry
 
 
@@ -87,6 +87,11 @@ class EndpointTable:
         """Return the endpoint of an instance, which may have been removed meanwhile."""
         self._follow()
         return self._by_instance.get(instance.instance_id) or endpoint_of(instance.engine_url)
+
+
+def with_addresses(source: InstanceSource) -> InstanceSource:
+    """Return a source whose engines have addresses; lists by hand may have names instead."""
+    return ResolvedSource(source) if isinstance(source, Listed | FromFile) else source
 
 
 class ResolvedSource:

@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry
 from protos.envoy.v3 import external_processor_pb2_grpc
 from scheduler.prefix.prompt import BYTES_PER_TOKEN
 from services.endpoint_picker.certificates import server_credentials
-from services.endpoint_picker.endpoints import ResolvedSource
+from services.endpoint_picker.endpoints import with_addresses
 from services.endpoint_picker.health import EXT_PROC, PickerHealth
 from services.endpoint_picker.metrics import PickerMetrics
 from services.endpoint_picker.picking import Picker
@@ -102,7 +102,7 @@ async def serving(
     )
     async with AsyncExitStack() as stack:
         stack.enter_context(metrics_served(server, registry))
-        driver = await stack.enter_async_context(placement_driver(decisions, ResolvedSource(source), registry, poll_s))
+        driver = await stack.enter_async_context(placement_driver(decisions, with_addresses(source), registry, poll_s))
         picker = Picker(settings, driver, prompts, metrics)
         service = ExternalProcessorService(picker, settings.max_streams)
         metrics.watch(service.__len__)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
+
 import pytest
 
 from protos.block.v1 import common_pb2
@@ -45,7 +48,7 @@ def test_a_stream_passes_untouched_and_its_outcome_is_reported() -> None:
             await one.read()
             whole = event("Hello") + event(" world") + event("!", "length") + DONE
             cuts = [0, 5, len(event("Hello")) + 3, len(whole)]
-            for start, end in zip(cuts, cuts[1:], strict=False):
+            for start, end in itertools.pairwise(cuts):
                 await one.respond_body(whole[start:end], end=False)
                 streamed = (await one.read()).response_body.response.body_mutation.streamed_response
                 assert (streamed.body, streamed.end_of_stream) == (whole[start:end], False)
@@ -137,8 +140,6 @@ def test_a_client_that_leaves_before_the_decision_leaves_nothing_behind() -> Non
 
     async def test() -> None:
         async with picking(completes) as here:
-            import asyncio
-
             here.sidecars[0].hung_reserving = asyncio.Event()
             one = Proxy(call=here.stub.Process())
             await one.send_headers(head(x_request_id="mine"))
