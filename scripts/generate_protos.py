@@ -11,7 +11,7 @@ from pathlib import Path
 from grpc_tools import protoc
 
 ROOT = Path(__file__).parents[1]
-FOLDER = Path("protos/block/v1")
+FOLDERS = (Path("protos/block/v1"), Path("protos/envoy/v3"))
 SUFFIXES = ("_pb2.py", "_pb2.pyi", "_pb2_grpc.py", "_pb2_grpc.pyi")
 BIN = Path(sys.executable).parent
 
@@ -23,12 +23,12 @@ def main() -> int:
     if not parser.parse_args().check:
         return generate(ROOT)
     with tempfile.TemporaryDirectory() as scratch:
-        return generate(Path(scratch)) or compare(ROOT / FOLDER, Path(scratch) / FOLDER)
+        return generate(Path(scratch)) or max(compare(folder, Path(scratch)) for folder in FOLDERS)
 
 
 def generate(into: Path) -> int:
     """Run protoc over every .proto file."""
-    sources = sorted(str(path.relative_to(ROOT)) for path in (ROOT / FOLDER).glob("*.proto"))
+    sources = sorted(str(path.relative_to(ROOT)) for folder in FOLDERS for path in (ROOT / folder).glob("*.proto"))
     well_known = resources.files("grpc_tools") / "_proto"
     status: int = protoc.main(
         [
@@ -46,12 +46,13 @@ def generate(into: Path) -> int:
     return status
 
 
-def compare(existing: Path, generated: Path) -> int:
-    """Print the generated files that differ, are missing, or have no source; return the exit status."""
+def compare(folder: Path, scratch: Path) -> int:
+    """Print the generated files of a folder that differ, are missing, or have no source; return the exit status."""
+    existing, generated = ROOT / folder, scratch / folder
     names = {path.name for folder in (existing, generated) for path in folder.iterdir() if path.name.endswith(SUFFIXES)}
     stale = [name for name in sorted(names) if content(existing / name) != content(generated / name)]
     for name in stale:
-        print(f"{FOLDER / name}: is out of date; run scripts/generate_protos.py", file=sys.stderr)
+        print(f"{folder / name}: is out of date; run scripts/generate_protos.py", file=sys.stderr)
     return 1 if stale else 0
 
 

@@ -49,6 +49,7 @@ ABOUT = {
     "cluster": "Read by `block up`.",
     "gateway": "Read by `block serve gateway`.",
     "scheduler": "Read by `block serve scheduler`.",
+    "picker": "Read by `block serve picker`, which reads the table `[scheduler]` as well.",
     "predictor": "Read by `block serve predictor`, the sidecar.",
     "tagger": "Read by `block serve tagger`.",
     "engine": "Read by `block serve engine`, the emulated engine. `num_gpu_blocks_override` is another name of "

@@ -8,11 +8,28 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from protos.block.v1 import common_pb2
+from services.http.client import Headers
 from services.rpc.messages import indicators_from
 
 MAX_COLUMNS = 6  # of further indicators that the policy read
 MAX_CANDIDATES = 16  # candidates in a header
 SHOWN = ("num_running", "num_waiting", "num_reserved", "num_free_blocks", "queued_prefill_tokens")  # in a table
+
+
+def decision_headers(decision: common_pb2.Decision, *, explain: bool) -> Headers:
+    """Write what a client is told of the decision for its request: the forecast, a demotion, all reasons on request."""
+    headers: Headers = []
+    if decision.HasField("forecast"):
+        forecast = decision.forecast
+        headers += (
+            (b"x-block-predicted-ttft-ms", b"%.1f" % (forecast.ttft_s * 1000)),
+            (b"x-block-predicted-e2e-ms", b"%.1f" % (forecast.e2e_s * 1000)),
+        )
+    if decision.demoted:
+        headers.append((b"x-block-demoted", b"true"))
+    if explain:
+        headers.append((b"x-block-explanation", in_short(decision).encode()))
+    return headers
 
 
 def status_name(candidate: common_pb2.Candidate) -> str:

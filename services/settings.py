@@ -26,9 +26,12 @@ PORTS = {
     "predictor": 50052,
     "tagger": 50053,
     "provisioner": 50054,
+    "picker": 9002,
 }
 # The tables of a settings file: one for each kind of process, and those of `block up` and `block bench`.
-TABLES = ("cluster", "gateway", "scheduler", "predictor", "tagger", "engine", "vllm", "provisioner", "bench")
+TABLES = (
+    "cluster", "gateway", "scheduler", "picker", "predictor", "tagger", "engine", "vllm", "provisioner", "bench",
+)  # fmt: skip
 
 DEFAULT_PROFILE = "llama-3.1-8b-h100"  # latency profile of engines
 A30_PROFILE = "llama-2-7b-a30"  # of the papers' clusters, the demo and the examples

@@ -9,6 +9,7 @@ from services.cli.lazy_group import LazyCommand, LazyGroup
 COMMANDS = {
     "engine": LazyCommand("services.cli.serve_engine:engine", "An emulated engine"),
     "gateway": LazyCommand("services.cli.serve_gateway:gateway", "The OpenAI API in front of the engines"),
+    "picker": LazyCommand("services.cli.serve_picker:picker", "Chooses the endpoints of an Envoy's requests"),
     "predictor": LazyCommand("services.cli.serve_predictor:predictor", "The sidecar of one engine or of a node"),
     "provisioner": LazyCommand("services.cli.serve_provisioner:provisioner", "Sizes the pool of instances"),
     "scheduler": LazyCommand("services.cli.serve_scheduler:scheduler", "Decides the instance of each request"),

@@ -12,17 +12,7 @@ from prometheus_client.exposition import choose_encoder
 
 from services.gateway.attainment import attainment_of
 from services.gateway.context import GatewayContext
-from services.gateway.incoming import (
-    AUTHORIZATION,
-    Incoming,
-    RequestHeaders,
-    body_to_pass,
-    headers_to_pass,
-    read_headers,
-    request_id_of,
-    request_message,
-    target_of,
-)
+from services.gateway.incoming import AUTHORIZATION, Incoming, headers_to_pass, target_of
 from services.gateway.keys import ANY_CLIENT, ApiKeys, KeyHolder
 from services.gateway.placing import Placing
 from services.gateway.proxy import RequestForwarder
@@ -30,6 +20,7 @@ from services.http.application import CLIENT_LEFT, JSON, Application, Call, whil
 from services.http.client import Headers
 from services.http.errors import ApiError
 from services.http.openai_body import OpenAIRequest, read_body, with_fields
+from services.http.request_facts import RequestHeaders, body_to_pass, read_headers, request_id_of, request_message
 from services.http.stream_continuation import IDS_FIELD
 from services.http.trace_context import sampled_trace_id
 
@@ -92,7 +83,13 @@ class Gateway(Application):
             num_tokens, block_names = await context.prompts.read_aside(openai)
             try:
                 request = request_message(
-                    openai, headers, holder, context.objectives, request_id=request_id, prompt_tokens=num_tokens
+                    openai,
+                    headers,
+                    context.objectives,
+                    request_id=request_id,
+                    prompt_tokens=num_tokens,
+                    client_id=holder.name,
+                    objective=holder.objective,
                 )
             except ValueError as error:
                 raise ApiError.of(error) from None

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 
 from protos.block.v1 import common_pb2
-from services.explanations import in_short
+from services.explanations import decision_headers
 from services.gateway.attainment import StreamAttainment
 from services.gateway.context import GatewayContext
 from services.gateway.destinations import Destination
@@ -289,20 +289,12 @@ class RequestForwarder:
             (b"x-block-policy", destination.policy.encode("ascii", "replace")),
             (b"x-block-decision-ms", b"%.2f" % (self.placing.took_s * 1000)),
         )
-        if destination.decision is not None and destination.decision.HasField("forecast"):
-            forecast = destination.decision.forecast
-            headers += (
-                (b"x-block-predicted-ttft-ms", b"%.1f" % (forecast.ttft_s * 1000)),
-                (b"x-block-predicted-e2e-ms", b"%.1f" % (forecast.e2e_s * 1000)),
-            )
-        if destination.decision is not None and destination.decision.demoted:
-            headers.append((b"x-block-demoted", b"true"))
+        if destination.decision is not None:
+            headers += decision_headers(destination.decision, explain=self.incoming.explain)
         if self._disaggregation:
             headers.append((b"x-block-disaggregation", self._disaggregation.encode("ascii", "replace")))
         if attempt.held is not None:
             headers.append((b"x-block-prefill-instance", attempt.held.instance_id.encode("ascii", "replace")))
-        if self.incoming.explain and destination.decision is not None:
-            headers.append((b"x-block-explanation", in_short(destination.decision).encode()))
         if log.isEnabledFor(logging.DEBUG):
             log_event(
                 log, logging.DEBUG, "request placed", request_id=self.incoming.request.request_id,

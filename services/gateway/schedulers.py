@@ -17,23 +17,13 @@ from scheduler.instances import OverloadedError
 from services.http.errors import ApiError, ShedError
 from services.logs import log_event
 from services.placement.driver import PlacementDriver
+from services.placement.refusals import REFUSALS, UNWILLING, refusal, refusal_of
 from services.placement.service import patience_s
-from services.rpc.errors import INTERNAL, message_of, overloaded_from, status_of
+from services.rpc.errors import INTERNAL, overloaded_from, status_of
 from services.rpc.grpc_channel import GrpcChannel
 
 log = logging.getLogger(__name__)
 
-# Statuses that blame the request: another scheduler would reply the same.
-REFUSALS = {
-    grpc.StatusCode.INVALID_ARGUMENT: 400,
-    grpc.StatusCode.OUT_OF_RANGE: 400,
-    grpc.StatusCode.NOT_FOUND: 404,
-}
-# Statuses of a healthy scheduler that cannot place the request now; another one may.
-UNWILLING = {
-    grpc.StatusCode.RESOURCE_EXHAUSTED: 429,
-    grpc.StatusCode.FAILED_PRECONDITION: 503,
-}
 SCHEDULER = scheduler_pb2.DESCRIPTOR.services_by_name["Scheduler"].full_name
 CONNECT_S = 0.5  # to a scheduler; meanwhile no other one is called
 MAX_PAUSE_S = 2.0  # so that a scheduler that returns is called again soon
@@ -282,15 +272,10 @@ class InProcessScheduler:
         return scheduler_pb2.ScheduleResponse(decision=decision)
 
     def _refused(self, error: Exception) -> ApiError:
-        if isinstance(error, OverloadedError):
-            return ShedError(error)
         code = status_of(error).grpc_code
-        if code in REFUSALS:
-            return refusal(code, message_of(error))
-        self._failures.labels(IN_PROCESS, code.name).inc()
-        if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-            return ApiError(503, f"no decision within {self._within_s:g} s")
-        return ApiError(UNWILLING.get(code, 503), message_of(error))
+        if code not in REFUSALS and not isinstance(error, OverloadedError):
+            self._failures.labels(IN_PROCESS, code.name).inc()
+        return refusal_of(error, self._within_s)
 
     async def release(self, request: common_pb2.ReleaseRequest) -> bool:
         """Release a request at its instance, and report its outcome."""
@@ -311,11 +296,3 @@ class InProcessScheduler:
 def trailing_metadata_of(error: grpc.aio.AioRpcError) -> dict[str, str]:
     """Return the texts among the trailing metadata of a call that failed."""
     return {name: value for name, value in error.trailing_metadata() or () if isinstance(value, str)}
-
-
-def refusal(code: grpc.StatusCode, details: str) -> ApiError:
-    """Convert a status that blames the request to the reply that the client gets."""
-    message = (details or "the request was refused").removeprefix("request.")
-    if code is grpc.StatusCode.NOT_FOUND:
-        return ApiError(404, message, code="model_not_found", param="model")
-    return ApiError(REFUSALS[code], message)

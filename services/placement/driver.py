@@ -74,7 +74,7 @@ class PlacementDriver:
             rules=settings.rules(),
             seed=settings.seed,
         )
-        self._objectives = ObjectiveTable() if objectives is None else objectives
+        self.objectives = ObjectiveTable() if objectives is None else objectives
         self._lengths = lengths
         self._metrics = metrics
         self._listeners = (*listeners, self.log)
@@ -143,7 +143,7 @@ class PlacementDriver:
             raise UnknownNameError(str(error)) from None
         name = request.objective
         if name:
-            fill_from(request, self._objectives.named(name, "request.objective"))
+            fill_from(request, self.objectives.named(name, "request.objective"))
         await self._complete(request, prompt, chosen_policy)
         objective = objective_from(request, name)
         decision = self.core.decision(
@@ -468,6 +468,12 @@ class PlacementDriver:
             request_id=outcome.request_id, instance_id=outcome.instance_id, outcome=outcome
         )
         handle.start(self._release(handle, request))
+
+    def sent_elsewhere(self, request: common_pb2.Request, instance_id: str) -> None:
+        """Count a request at an instance that serves it without a reservation."""
+        handle = self.registry.find(instance_id)
+        if handle is not None:
+            handle.sent_without_reservation(request.prompt_tokens)
 
     def _learn(self, outcome: common_pb2.Outcome) -> None:
         directory = self.registry.directory

@@ -54,11 +54,23 @@ def make_server(
     )
 
 
-def bind_server(server: grpc.aio.Server, host: str, port: int) -> int:
-    """Bind a server to an address; ValueError names what is wrong. Port 0 takes any free port."""
-    refuse_taken(host, port, "port")  # gRPC would print its own lines about it
+def bind_server(
+    server: grpc.aio.Server,
+    host: str,
+    port: int,
+    credentials: grpc.ServerCredentials | None = None,
+    *,
+    field: str = "port",
+) -> int:
+    """Bind a server to an address, with TLS by `credentials`; ValueError names what is wrong.
+
+    Port 0 takes any free port; `field` names the port's setting.
+    """
+    refuse_taken(host, port, field)  # gRPC would print its own lines about it
     name = f"[{host}]" if ":" in host else host
     try:
+        if credentials is not None:
+            return server.add_secure_port(f"{name}:{port}", credentials)
         return server.add_insecure_port(f"{name}:{port}")
     except RuntimeError:
         raise ValueError(f"host: {host} port {port} cannot be listened on") from None

@@ -32,7 +32,7 @@ OTHERS = {
     "--scheduler-cls", "--shutdown-timeout",  # vLLM
     "--build", "--enable-feature", "--host", "--no-deps",
 }  # fmt: skip
-SERVED = ("gateway", "scheduler", "predictor", "tagger", "engine", "provisioner")
+SERVED = ("gateway", "scheduler", "picker", "predictor", "tagger", "engine", "provisioner")
 NAME = re.compile(r"block_[a-z0-9_]+")
 
 

@@ -146,7 +146,10 @@ class Engine:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
                 request, *lines = head.strip().split("\r\n")
                 headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-                body = await reader.readexactly(int(headers.get("content-length", 0)))
+                if headers.get("transfer-encoding") == "chunked":  # a proxy that streams the body
+                    body = await _chunked(reader)
+                else:
+                    body = await reader.readexactly(int(headers.get("content-length", 0)))
                 call = Call(target=request.split()[1], headers=headers, body=body, reader=reader, writer=writer)
                 self.calls.append(call)
                 await self.answer(call)
@@ -156,6 +159,15 @@ class Engine:
         finally:
             self._writers.discard(writer)
             writer.close()
+
+
+async def _chunked(reader: asyncio.StreamReader) -> bytes:
+    pieces = []
+    while size := int(await reader.readline(), 16):
+        pieces.append(await reader.readexactly(size))
+        await reader.readexactly(2)
+    await reader.readline()
+    return b"".join(pieces)
 
 
 @asynccontextmanager

@@ -8,7 +8,7 @@ import pytest
 
 from predictor.request import Slo
 from protos.block.v1 import common_pb2
-from services.gateway.incoming import read_headers
+from services.http.request_facts import read_headers
 from services.load.request_format import WORDS, RequestFormat, body_of, header_of, headers_of, prompt_ids
 from simulator.load_plan import Planned
 

@@ -1,0 +1,1 @@
+"""The part of Envoy's protocols that Block speaks."""

@@ -1,0 +1,1 @@
+"""Envoy's protocol of external processors, version 3."""

@@ -1,0 +1,44 @@
+"""`block serve picker`: chooses the endpoints of an Envoy's requests."""
+
+from __future__ import annotations
+
+import click
+
+from services.cli import serve_scheduler
+from services.cli.settings_options import SettingValues, server_of, settings_options
+from services.endpoint_picker.settings import PickerSettings
+from services.instances import InstanceSourceSettings
+from services.logs import LogSettings
+from services.placement.settings import SchedulerSettings
+from services.rpc.settings import ServerSettings
+from services.settings import PORTS, CommandSettings, SettingsPart
+
+MEBIBYTE = 2**20
+MAX_STREAMS = 8192
+SETTINGS = CommandSettings(
+    "picker",
+    SettingsPart(ServerSettings, defaults={"port": PORTS["picker"], "max_concurrency": MAX_STREAMS}),
+    LogSettings,
+    PickerSettings,
+    SettingsPart(InstanceSourceSettings, lent_by=serve_scheduler.SETTINGS),
+    SettingsPart(SchedulerSettings, lent_by=serve_scheduler.SETTINGS),
+)
+
+
+@click.command()
+@settings_options(SETTINGS)
+def picker(given: SettingValues) -> None:
+    """Serve the endpoint picker, which chooses the engine of each request for a proxy such as Envoy.
+
+    The proxy asks by its external processing protocol (gRPC service envoy.service.ext_proc.v3.ExternalProcessor), as
+    the Gateway API Inference Extension has it. Decisions are those of `block serve scheduler`, made in this process:
+    settings of its table [scheduler] are read as well.
+    """
+    from services.endpoint_picker.server import serve
+
+    server = server_of(given)
+    settings = given.make(
+        PickerSettings, max_body_bytes=server.max_message_mib * MEBIBYTE, max_streams=server.max_concurrency
+    )
+    instances = given.make(InstanceSourceSettings)
+    serve(settings, server, given.make(SchedulerSettings), instances.source(), instances.poll_s)

@@ -1,0 +1,140 @@
+"""The picker's process: its parts, its ports, and a shutdown that lets requests finish."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+
+import uvloop
+from grpc_health.v1 import health_pb2_grpc
+from prometheus_client import CollectorRegistry
+
+from protos.envoy.v3 import external_processor_pb2_grpc
+from scheduler.prefix.prompt import BYTES_PER_TOKEN
+from services.endpoint_picker.certificates import server_credentials
+from services.endpoint_picker.endpoints import with_addresses
+from services.endpoint_picker.health import EXT_PROC, PickerHealth
+from services.endpoint_picker.metrics import PickerMetrics
+from services.endpoint_picker.picking import Picker
+from services.endpoint_picker.service import ExternalProcessorService
+from services.endpoint_picker.settings import PickerSettings
+from services.http.prompt_tokens import PromptSizes, PromptTokens
+from services.instances import InstanceSource
+from services.logs import log_event
+from services.placement.lifecycle import placement_driver
+from services.placement.settings import SchedulerSettings
+from services.rpc.channels import bind_server, make_server
+from services.rpc.interceptor import CallInterceptor
+from services.rpc.server import MEBIBYTE, freeze_imported_objects, metrics_served, stop_signal
+from services.rpc.settings import ServerSettings
+
+log = logging.getLogger(__name__)
+
+NAME = "picker"
+
+
+@dataclass(kw_only=True)
+class RunningPicker:
+    """A running picker and its ports; it drains from when `is_draining` is set."""
+
+    port: int
+    health_port: int | None
+    picker: Picker
+    service: ExternalProcessorService
+    is_draining: bool = False
+
+
+def serve(
+    settings: PickerSettings,
+    server: ServerSettings,
+    decisions: SchedulerSettings,
+    source: InstanceSource,
+    poll_s: float,
+) -> None:
+    """Run the picker until SIGTERM or SIGINT."""
+    uvloop.run(_serve(settings, server, decisions, source, poll_s))
+
+
+async def _serve(
+    settings: PickerSettings,
+    server: ServerSettings,
+    decisions: SchedulerSettings,
+    source: InstanceSource,
+    poll_s: float,
+) -> None:
+    stop = stop_signal()
+    if not decisions.scheduler_id:
+        decisions = replace(decisions, scheduler_id=f"{socket.gethostname()}/{os.getpid()}")
+    async with serving(settings, server, decisions, source, poll_s) as running:
+        freeze_imported_objects()
+        log_event(
+            log, logging.INFO, "serving", server=NAME, host=server.host, port=running.port,
+            health_port=running.health_port, tls=settings.secure_serving, instances=len(running.picker.endpoints),
+        )  # fmt: skip
+        await stop.wait()
+        log_event(log, logging.INFO, "draining", server=NAME, requests=len(running.service))
+    log_event(log, logging.INFO, "stopped", server=NAME)
+
+
+@asynccontextmanager
+async def serving(
+    settings: PickerSettings,
+    server: ServerSettings,
+    decisions: SchedulerSettings,
+    source: InstanceSource,
+    poll_s: float = 1.0,
+) -> AsyncIterator[RunningPicker]:
+    """Serve while the block runs; then say that it does not serve, and let the requests under way end."""
+    registry = CollectorRegistry()
+    metrics = PickerMetrics(registry)
+    credentials = server_credentials(settings.cert_path) if settings.secure_serving else None
+    prompts = PromptTokens(
+        PromptSizes(BYTES_PER_TOKEN),
+        tokenizer=decisions.tokenizer,
+        chat_template=decisions.chat_template,
+        block_tokens=decisions.block_tokens,
+        seed=decisions.hash_seed,
+    )
+    async with AsyncExitStack() as stack:
+        stack.enter_context(metrics_served(server, registry))
+        driver = await stack.enter_async_context(placement_driver(decisions, with_addresses(source), registry, poll_s))
+        picker = Picker(settings, driver, prompts, metrics)
+        service = ExternalProcessorService(picker, settings.max_streams)
+        metrics.watch(service.__len__)
+        running = RunningPicker(port=0, health_port=None, picker=picker, service=service)
+        health = PickerHealth(lambda: not running.is_draining and len(picker.endpoints) > 0)
+        limits = CallInterceptor(2 * settings.max_streams, registry, [EXT_PROC])
+        main = make_server(max_message_bytes=server.max_message_mib * MEBIBYTE, interceptors=(limits,))
+        external_processor_pb2_grpc.add_ExternalProcessorServicer_to_server(service, main)
+        health_pb2_grpc.add_HealthServicer_to_server(health, main)
+        running.port = bind_server(main, server.host, server.port, credentials)
+        servers = [main]
+        if settings.health_port is not None:
+            probes = make_server(max_message_bytes=MEBIBYTE)
+            health_pb2_grpc.add_HealthServicer_to_server(health, probes)
+            running.health_port = bind_server(probes, server.host, settings.health_port, field="health_port")
+            servers.append(probes)
+        for one in servers:
+            await one.start()
+        try:
+            yield running
+        finally:
+            running.is_draining = True
+            await _drained(service, accept_s=settings.accept_s, drain_s=server.drain_s)
+            for one in servers:
+                await one.stop(None)
+
+
+async def _drained(service: ExternalProcessorService, *, accept_s: float, drain_s: float) -> None:
+    """Take requests for a while longer, and wait for those under way."""
+    await asyncio.sleep(accept_s)
+    try:
+        async with asyncio.timeout(drain_s):
+            await service.none_left()
+    except TimeoutError:
+        log_event(log, logging.WARNING, "drain time is over, requests cut off", requests=len(service), drain_s=drain_s)

@@ -1,0 +1,74 @@
+"""Settings of the endpoint picker."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Annotated
+
+from services.settings import Option
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PickerSettings:
+    """Ports, certificates, timeouts, and what is read of requests and responses."""
+
+    health_port: Annotated[
+        int | None,
+        Option(
+            "Port that serves grpc.health.v1 without TLS, for probes; the port of the picker serves it in any case.",
+            unset="none is served",
+        ),
+    ] = None
+    secure_serving: Annotated[
+        bool,
+        "Serve TLS, by a self-signed certificate that is made at the start unless --cert-path is given; health_port "
+        "and metrics_port have none.",
+    ] = True
+    cert_path: Annotated[
+        str,
+        Option("Folder with the certificate tls.crt and its key tls.key; read again when they change.", metavar="DIR"),
+    ] = ""
+    schedule_s: Annotated[
+        float,
+        "Maximum time that a decision may take, in seconds; the proxy's message_timeout has to be longer.",
+    ] = 1.0
+    accept_s: Annotated[
+        float,
+        "Time after SIGTERM for which new requests are still taken, while the health service says NOT_SERVING, in "
+        "seconds; then those under way are finished, at most drain_s.",
+    ] = 0.0
+    max_endpoints: Annotated[
+        int,
+        "Maximum number of endpoints in an answer: the chosen one, and the next best ones for retries; 1 for proxies "
+        "that take one address only, such as Envoy's clusters of type ORIGINAL_DST.",
+    ] = 4
+    allow_kv_transfer_params: Annotated[
+        bool,
+        "Pass kv_transfer_params of clients on to engines, where they can name the KV blocks of other clients; such "
+        "requests are served by one engine.",
+    ] = False
+    conformance_pool: Annotated[
+        str,
+        Option(
+            "Test mode: take the endpoints that the header test-epp-endpoint-selection names, and tell in the headers "
+            "of responses which endpoint served, as the picker of this InferencePool in the conformance tests of the "
+            "Gateway API.",
+            metavar="NAMESPACE/NAME",
+        ),
+    ] = ""
+    max_body_bytes: int = 16 * 2**20
+    max_streams: int = 8192  # HTTP requests under way
+
+    def __post_init__(self) -> None:
+        """Refuse settings that no picker can have."""
+        if self.health_port is not None and not 0 <= self.health_port <= 65535:
+            raise ValueError(f"health_port: must lie between 0 and 65535, not {self.health_port}")
+        if not (math.isfinite(self.schedule_s) and self.schedule_s > 0):
+            raise ValueError(f"schedule_s: must be a time above 0, not {self.schedule_s}")
+        if not (math.isfinite(self.accept_s) and self.accept_s >= 0):
+            raise ValueError(f"accept_s: must be a time from 0 on, not {self.accept_s}")
+        if self.max_endpoints < 1:
+            raise ValueError(f"max_endpoints: must be at least 1, not {self.max_endpoints}")
+        if self.cert_path and not self.secure_serving:
+            raise ValueError("cert_path: has no effect without TLS; leave out --no-secure-serving")

@@ -1,0 +1,227 @@
+"""What a client's request asks for: its headers and body read, a message for placing it, and the body for engines."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from protos.block.v1 import common_pb2
+from services.engine_state.xargs import CLASSES as CLASS_NAMES
+from services.engine_state.xargs import facts_in
+from services.http.application import REQUEST_ID
+from services.http.client import Headers
+from services.http.engine_arguments import CLASSES, with_arguments
+from services.http.openai_body import LONGEST_NAME, OpenAIRequest, bounded, with_fields
+from services.objectives import ObjectiveTable
+from services.rpc.objectives import WHEN_LATE_VALUES, fill_from
+
+# Header names with the same meaning; of llm-d, the newer and the older spelling.
+SLO_TTFT = (b"x-slo-ttft-ms", b"x-llm-d-slo-ttft-ms")
+SLO_TPOT = (b"x-slo-tpot-ms", b"x-llm-d-slo-tpot-ms")
+SESSION = (b"x-session-id", b"x-block-session-id")
+FAIRNESS = (b"x-llm-d-inference-fairness-id", b"x-gateway-inference-fairness-id")
+OBJECTIVE = (b"x-block-objective", b"x-llm-d-inference-objective", b"x-gateway-inference-objective")
+PRIORITY = b"x-block-priority"
+CLASS = b"x-block-class"
+WEIGHT = b"x-block-weight"
+WHEN_LATE = b"x-block-when-late"
+EXPLAIN = b"x-block-explain"
+READ = frozenset((*SLO_TTFT, *SLO_TPOT, *SESSION, *FAIRNESS, *OBJECTIVE, PRIORITY, CLASS, WEIGHT, WHEN_LATE, EXPLAIN))
+TRUE, FALSE = ("1", "true"), ("", "0", "false")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestHeaders:
+    """The values that a request's headers add to its body."""
+
+    slo: common_pb2.Slo | None
+    session_id: str
+    fairness_id: str
+    priority: int | None
+    request_class: common_pb2.RequestClass.ValueType
+    weight: float | None = None
+    objective: str = ""
+    objective_header: str = ""  # that named it
+    when_late: common_pb2.WhenLate.ValueType = common_pb2.WHEN_LATE_UNSPECIFIED
+    explain: bool = False
+
+
+NO_HEADERS = RequestHeaders(
+    slo=None,
+    session_id="",
+    fairness_id="",
+    priority=None,
+    request_class=common_pb2.REQUEST_CLASS_UNSPECIFIED,
+)
+
+
+def request_id_of(headers: Headers) -> str:
+    """Read the id that a client gives its request; empty where it gives none."""
+    return next((_as_text(name, value) for name, value in headers if name == REQUEST_ID), "")
+
+
+def read_headers(headers: Headers) -> RequestHeaders:
+    """Read the headers that placing needs."""
+    given = {name: value for name, value in headers if name in READ}
+    if not given:
+        return NO_HEADERS
+    ttft_s, tpot_s = _milliseconds(given, SLO_TTFT), _milliseconds(given, SLO_TPOT)
+    request_class, when_late = common_pb2.REQUEST_CLASS_UNSPECIFIED, common_pb2.WHEN_LATE_UNSPECIFIED
+    if CLASS in given:
+        request_class = CLASSES[_word(given, CLASS, CLASSES)]
+    if WHEN_LATE in given:
+        when_late = WHEN_LATE_VALUES[_word(given, WHEN_LATE, WHEN_LATE_VALUES)]
+    return RequestHeaders(
+        slo=None if ttft_s is None and tpot_s is None else common_pb2.Slo(ttft_s=ttft_s, tpot_s=tpot_s),
+        session_id=_text(given, SESSION),
+        fairness_id=_text(given, FAIRNESS),
+        priority=_whole(given, PRIORITY),
+        request_class=request_class,
+        weight=_positive(given, WEIGHT),
+        objective=_text(given, OBJECTIVE),
+        objective_header=next((name.decode() for name in OBJECTIVE if name in given), ""),
+        when_late=when_late,
+        explain=_flag(given, EXPLAIN),
+    )
+
+
+def _word(given: Mapping[bytes, bytes], name: bytes, known: Iterable[str]) -> str:
+    text = _text(given, (name,))
+    if text not in known:
+        raise ValueError(f"{name.decode()}: must be one of {', '.join(known)}, not {text!r}")
+    return text
+
+
+def _flag(given: Mapping[bytes, bytes], name: bytes) -> bool:
+    text = _text(given, (name,)).lower()
+    if text not in (*TRUE, *FALSE):
+        raise ValueError(f"{name.decode()}: must be true or false, not {text!r}")
+    return text in TRUE
+
+
+def _text(given: Mapping[bytes, bytes], names: Iterable[bytes]) -> str:
+    for name in names:
+        value = given.get(name)
+        if value is not None:
+            return _as_text(name, value)
+    return ""
+
+
+def _as_text(name: bytes, value: bytes) -> str:
+    text = value.decode("latin-1").strip()
+    if len(text) > LONGEST_NAME or not text.isascii() or not text.isprintable():
+        raise ValueError(f"{name.decode()}: must be at most {LONGEST_NAME} printable ASCII characters")
+    return text
+
+
+def _milliseconds(given: Mapping[bytes, bytes], names: Sequence[bytes]) -> float | None:
+    name = next((name for name in names if name in given), names[0])
+    number = _positive(given, name, "a number of milliseconds above 0")
+    if number is not None and number / 1000 == 0:
+        raise ValueError(f"{name.decode()}: must be a number of milliseconds above 0")
+    return None if number is None else number / 1000
+
+
+def _positive(given: Mapping[bytes, bytes], name: bytes, expected: str = "a number above 0") -> float | None:
+    value = given.get(name)
+    if value is None:
+        return None
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if not (math.isfinite(number) and number > 0):
+        raise ValueError(f"{name.decode()}: must be {expected}")
+    return number
+
+
+def _whole(given: Mapping[bytes, bytes], name: bytes) -> int | None:
+    value = given.get(name)
+    if value is None:
+        return None
+    try:
+        number = int(value)
+    except ValueError:
+        raise ValueError(f"{name.decode()}: must be a whole number") from None
+    return bounded(number, name.decode())
+
+
+# What schedulers and engines receive.
+
+
+def request_message(  # noqa: PLR0913 - what a request is read from
+    openai: OpenAIRequest,
+    headers: RequestHeaders,
+    objectives: ObjectiveTable,
+    *,
+    request_id: str,
+    prompt_tokens: int,
+    client_id: str = "",
+    objective: str = "",
+) -> common_pb2.Request:
+    """Write a request as a message for schedulers; ValueError where `vllm_xargs` has an impossible value.
+
+    What `vllm_xargs` says has precedence over headers, but not over `client_id`. Both have precedence over an
+    objective, by default the one given; without a table of objectives its name is left to the scheduler.
+    """
+    xargs, errors = facts_in(openai.xargs or {})
+    if errors:
+        raise ValueError(f"vllm_xargs.{errors[0].replace(' ', ': ', 1)}")
+    slo = headers.slo or common_pb2.Slo()
+    if "ttft_slo_s" in xargs:
+        slo.ttft_s = xargs["ttft_slo_s"]
+    if "tpot_slo_s" in xargs:
+        slo.tpot_s = xargs["tpot_slo_s"]
+    request_class = headers.request_class
+    if "request_class" in xargs:
+        request_class = CLASSES[CLASS_NAMES[xargs["request_class"]]]
+    priority = priority_of(openai, headers)
+    request = common_pb2.Request(
+        request_id=request_id,
+        model=openai.model,
+        prompt_tokens=prompt_tokens,
+        max_tokens=openai.max_tokens,
+        min_tokens=openai.min_tokens,
+        ignore_eos=openai.ignore_eos,
+        expected_output_tokens=openai.expected_tokens,
+        priority=priority or 0,
+        request_class=request_class,
+        slo=slo if slo.HasField("ttft_s") or slo.HasField("tpot_s") else None,
+        weight=xargs.get("weight", headers.weight),
+        session_id=xargs.get("session_id", headers.session_id),
+        client_id=client_id or xargs.get("client_id", headers.fairness_id),
+        objective=headers.objective or objective,
+        when_late=headers.when_late,
+    )
+    if request.objective and objectives:
+        field = headers.objective_header or "objective of the API key"
+        fill_from(request, objectives.named(request.objective, field), has_priority=priority is not None)
+    return request
+
+
+def priority_of(openai: OpenAIRequest, headers: RequestHeaders) -> int | None:
+    """Take the body's priority, else the header's, else a hint's; lower runs first."""
+    given = (openai.priority, headers.priority, openai.hinted_priority)
+    return next((priority for priority in given if priority is not None), None)
+
+
+def body_to_pass(body: bytes, openai: OpenAIRequest, request: common_pb2.Request, waited_s: float = 0.0) -> bytes:
+    """Return the body for the engine, with what it does not say itself: priority, service level, class, weight, ids.
+
+    A vLLM with Block's plug-in reads them, and any other ignores them.
+    """
+    added: dict[str, Any] = {}
+    if openai.priority is None and request.priority != 0:
+        added["priority"] = request.priority
+    own = openai.xargs or {}
+    xargs = with_arguments(own, request, waited_s)
+    if xargs != own:
+        if openai.xargs is not None:  # the whole body is written again
+            return json.dumps({**json.loads(body), **added, "vllm_xargs": xargs}).encode()
+        added["vllm_xargs"] = xargs
+    if not added:
+        return body
+    return with_fields(body, json.dumps(added, separators=(",", ":"))[1:-1].encode())
