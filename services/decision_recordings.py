@@ -61,11 +61,7 @@ def requests_in(path: str, *, block_size: int | None = None) -> list[RequestFact
     """
     requests, decisions, outcomes = _recorded(path)
     arrived = {name: decisions[name][0].decided_unix_s - request.waited_s for name, request in requests.items()}
-    lengths = {
-        name: outcome.output_tokens
-        for name, outcome in outcomes.items()
-        if outcome.finish_reason in COMPLETED
-    }
+    lengths = {name: outcome.output_tokens for name, outcome in outcomes.items() if outcome.finish_reason in COMPLETED}
     first_s = min(arrived.values(), default=0.0)
     facts = [
         _request(request, arrived[name] - first_s, lengths.get(name) or None, block_size)

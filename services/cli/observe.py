@@ -137,7 +137,7 @@ def _observed_by_proxy(
 
 
 def _write(window: ObservedWindow, output: str) -> None:
-    from services.observing.observing import write_window
+    from services.observing.window_writing import write_window
     from simulator.accuracy.window_file import window_lines
 
     if output == "-":

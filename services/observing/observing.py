@@ -7,7 +7,6 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from predictor.config import EngineConfig
@@ -20,7 +19,6 @@ from services.observing.traffic import TrafficObservation
 from services.predictor_server.proxy import Proxy
 from services.predictor_server.settings import MirrorSettings
 from simulator.accuracy.window import ObservedWindow
-from simulator.accuracy.window_file import window_lines
 
 POLL_S = 0.025  # the ring of a state file has 256 steps
 SCRAPE_S = 5.0
@@ -101,14 +99,3 @@ async def reported_settings(origin: Origin) -> tuple[dict[str, Any], str]:
     finally:
         client.close()
     return settings, model
-
-
-def write_window(window: ObservedWindow, path: Path) -> None:
-    """Write a window to a file, completely or not at all."""
-    beside = path.with_name(f".{path.name}.part")
-    try:
-        with beside.open("w", encoding="utf-8") as out:
-            out.writelines(f"{line}\n" for line in window_lines(window))
-        beside.replace(path)
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be written: {error.strerror}") from None

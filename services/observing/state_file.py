@@ -47,10 +47,14 @@ class StateFileObservation:
         try:
             self._observer = EngineObserver(state_file, contents=True)
             self._path = Path(state_file)
-            self._state: Snapshot = snapshot_from_view(self._observer.view)
+            view = self._observer.view
+            # when it was published: a step that has ended since is still under way in it
+            published_s = (int(view.state["written_ns"]) / 1e9 - self._observer.clock_origin_s) * view.clock_rate
+            self._begin_s = min(view.now_s, max(0.0, published_s))
+            self._state: Snapshot = replace(snapshot_from_view(view), taken_s=self._begin_s)
         except UnreadableError as error:
             raise ValueError(f"state_file: {error}") from None
-        self._begin_s = self._end_s = self._observer.view.now_s
+        self._end_s = view.now_s
         self._seen: dict[int, _SeenRequest] = {}  # by serial
         self._num_steps = self._num_outcomes = 0
         self._steps: list[np.ndarray] = []

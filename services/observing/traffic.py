@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from predictor.config import EngineConfig
 from predictor.mirror.events import MirrorEvent, PromptCounted, RequestArrived, RequestEnded, TokensReceived
@@ -41,10 +41,11 @@ class _Request:
 class TrafficObservation:
     """An observation that goes on: it takes the events of a proxy, at the time at which they happen."""
 
-    def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
-        """Start now."""
+    def __init__(self, now_s: Callable[[], float] = time.monotonic, *, clock_rate: float = 1.0) -> None:
+        """Start now; the window's clock is that many times as fast."""
         self._now_s = now_s
         self._begin_s = now_s()
+        self._clock_rate = clock_rate
         self._requests: dict[str, _Request] = {}
         self._num_names = 0
         self.num_ended = 0
@@ -61,7 +62,7 @@ class TrafficObservation:
 
     def record(self, event: MirrorEvent) -> None:
         """Take an event that happens now."""
-        now_s = self._now_s() - self._begin_s
+        now_s = self._since_s()
         if isinstance(event, RequestArrived):
             if not self.is_full:
                 self._requests[event.name] = _Request(event, now_s, event.prompt_tokens)
@@ -92,14 +93,35 @@ class TrafficObservation:
             cut = request.arrived.max_tokens is not None and request.num_tokens >= request.arrived.max_tokens
             request.ended = LENGTH if cut else STOP
 
-    def window(
-        self, config: EngineConfig, *, profile: Profile | str = "", instance: str = "", model: str = "", source: str
+    def window(  # noqa: PLR0913 - what a window consists of
+        self,
+        config: EngineConfig,
+        *,
+        profile: Profile | str = "",
+        instance: str = "",
+        model: str = "",
+        source: str,
+        warm_up_s: float = 0.0,
     ) -> ObservedWindow:
-        """Return what has been observed so far, of an engine with these settings."""
-        return window_of_client(
+        """Return what has been observed so far, of an engine with these settings.
+
+        Requests that arrived within `warm_up_s` are in the window, but before its beginning.
+        """
+        window = window_of_client(
             [_observed(name, one, config) for name, one in self._requests.items()],
-            config, end_s=self._now_s() - self._begin_s, profile=profile, instance=instance, model=model, source=source,
-        )  # fmt: skip
+            config,
+            end_s=self._since_s(),
+            profile=profile,
+            instance=instance,
+            model=model,
+            source=source,
+            clock_rate=self._clock_rate,
+        )
+        begin_s = min(warm_up_s * self._clock_rate, window.header.end_s)
+        return replace(window, header=replace(window.header, begin_s=begin_s))
+
+    def _since_s(self) -> float:
+        return (self._now_s() - self._begin_s) * self._clock_rate
 
 
 def _observed(name: str, one: _Request, config: EngineConfig) -> ObservedRequest:

@@ -25,6 +25,7 @@ FACTOR, CONSTANT = "factor", "constant_s"
 MIN_STEPS = 4 * NUM_BLOCKS
 MIN_REQUESTS = 16
 WORTH_IT = 0.98  # of the error without a change, at most
+NO_ERROR = 1e-4  # smaller ones are equal
 LARGEST_FACTOR = 8.0
 QUANTITIES = {"tpot_s": 1.0, "e2e_s": 1.0, "ttft_s": 0.25}  # with weights: TTFT varies most, because of queueing
 
@@ -141,7 +142,7 @@ def _factor_and_constant(predicted: Array, real: Array) -> _Fit:
 
 
 def _step_error(predicted: Array, real: Array) -> float:
-    return float(np.mean(np.abs(predicted - real) / real))
+    return max(NO_ERROR, float(np.mean(np.abs(predicted - real) / real)))
 
 
 def _half(values: list[float]) -> float:
