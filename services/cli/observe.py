@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -16,6 +16,7 @@ from services.settings import PORTS, seconds_of
 
 if TYPE_CHECKING:
     from predictor.profile import Profile
+    from services.predictor_server.settings import MirrorSettings
     from simulator.accuracy.window import ObservedWindow
 
 DURATION = click.option(
@@ -30,6 +31,13 @@ STATE_FILE = click.option("--state-file", metavar="FILE", default=None, help="St
 @click.option("--proxy-port", type=int, default=PORTS["engine_proxy"], show_default=True, help="Port of that proxy.")
 @click.option("--record", metavar="FILE", default=None, help="Recording of schedulers or gateways (their --record).")
 @click.option("--instance", default="", help="Name of the instance; of a recording, the one to take.")
+@click.option(
+    "--time-scale",
+    type=click.FloatRange(min=0, min_open=True),
+    default=1.0,
+    show_default=True,
+    help="Endpoint seconds per second, of an emulated engine behind the proxy.",
+)
 @DURATION
 @click.option("--output", "-o", metavar="FILE", default="-", help="File of the window.  [default: standard output]")
 @settings_options(ENGINE)
@@ -42,6 +50,7 @@ def observe(
     proxy_port: int,
     record: str | None,
     instance: str,
+    time_scale: float,
     duration: str,
     output: str,
     as_json: bool,
@@ -69,9 +78,16 @@ def observe(
 
         window = window_of_recording(record, instance, _config(given, profile), profile=profile or "")
     else:
+        from services.predictor_server import settings
+
         assert engine_url is not None
         window = _observed_by_proxy(
-            given, engine_url, port=proxy_port, duration_s=duration_s, profile=profile, instance=instance
+            given,
+            settings.MirrorSettings(engine_url=engine_url.rstrip("/").removesuffix("/v1"), port=proxy_port),
+            duration_s,
+            profile=profile,
+            instance=instance,
+            clock_rate=time_scale,
         )
     _write(window, output)
     about = {
@@ -115,25 +131,19 @@ def observed_by_state_file(
 
 
 def _observed_by_proxy(
-    given: SettingValues, url: str, *, port: int, duration_s: float, profile: Profile | None, instance: str
+    given: SettingValues, settings: MirrorSettings, duration_s: float, **about: Any
 ) -> ObservedWindow:
     import asyncio
 
     from services.observing.observing import observe_proxy
-    from services.predictor_server.settings import MirrorSettings
 
-    settings = MirrorSettings(engine_url=url.rstrip("/").removesuffix("/v1"), port=port)
     known = settings_in(given)
 
     def serving(own_port: int) -> None:
         click.echo(f"send requests to http://{settings.host}:{own_port}", err=True)
 
     with share_bar("observing") as progress:
-        return asyncio.run(
-            observe_proxy(
-                settings, duration_s, known, profile=profile, instance=instance, serving=serving, progress=progress
-            )
-        )
+        return asyncio.run(observe_proxy(settings, duration_s, known, serving=serving, progress=progress, **about))
 
 
 def _write(window: ObservedWindow, output: str) -> None:

@@ -6,10 +6,12 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from predictor.profile import Profile, profile_to_json
+if TYPE_CHECKING:
+    from predictor.profile import Profile
 
 BAR = 100
 
@@ -40,6 +42,8 @@ def require_folder(output: str | None) -> None:
 
 def save_profile(made: Profile, output: str) -> None:
     """Write a profile to a file."""
+    from predictor.profile import profile_to_json
+
     save_text(profile_to_json(made), output)
 
 

@@ -53,17 +53,18 @@ async def observe_proxy(  # noqa: PLR0913 - what is observed, and how
     instance: str = "",
     serving: Callable[[int], None],
     progress: Progress,
+    clock_rate: float = 1.0,
 ) -> ObservedWindow:
     """Observe the requests that pass through a proxy before an endpoint.
 
     `given` are settings of the engine that override those that it reports and those of the profile; `serving` gets the
-    proxy's port.
+    proxy's port. `clock_rate` is above 1 for an emulated engine of that speed.
     """
     origin = origin_of(settings.engine_url)
     reported, model = await reported_settings(origin)
     suggested = {} if profile is None else profile.suggested_settings
     config = EngineConfig(**{**suggested, **reported, **given})
-    observation = TrafficObservation()
+    observation = TrafficObservation(clock_rate=clock_rate)
     proxy = Proxy(settings, origin, observation, lambda _path, _status: None)
     start_s = time.monotonic()
     with listening(settings.host, settings.port, "proxy_port") as own:
