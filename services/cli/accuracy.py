@@ -13,7 +13,8 @@ from services.cli.engine_options import ENGINE, profile_named, settings_in
 from services.cli.observe import DURATION, STATE_FILE, observed_by_state_file, profile_in
 from services.cli.output_files import require_folder, save_profile, save_text
 from services.cli.settings_options import SettingValues, settings_options
-from services.settings import seconds_of
+from services.predictor_server.profile_watch_settings import ProfileWatchSettings
+from services.settings import default_of, seconds_of
 
 if TYPE_CHECKING:
     from predictor.profile import Profile
@@ -29,7 +30,7 @@ DOES_NOT_HOLD = 1
 @click.option(
     "--tolerance",
     type=click.FloatRange(min=0, min_open=True),
-    default=0.1,
+    default=default_of(ProfileWatchSettings, "tolerance"),
     show_default=True,
     help="Relative bias up to which a profile holds.",
 )

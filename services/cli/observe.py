@@ -12,7 +12,8 @@ from predictor.config import EngineConfig
 from services.cli.engine_options import ENGINE, EngineModelSettings, engine_config, profile_named, settings_in
 from services.cli.output_files import require_folder, share_bar
 from services.cli.settings_options import SettingValues, settings_options
-from services.settings import PORTS, seconds_of
+from services.load.request_format import RequestFormat
+from services.settings import PORTS, default_of, seconds_of
 
 if TYPE_CHECKING:
     from predictor.profile import Profile
@@ -34,7 +35,7 @@ STATE_FILE = click.option("--state-file", metavar="FILE", default=None, help="St
 @click.option(
     "--time-scale",
     type=click.FloatRange(min=0, min_open=True),
-    default=1.0,
+    default=default_of(RequestFormat, "time_scale"),
     show_default=True,
     help="Endpoint seconds per second, of an emulated engine behind the proxy.",
 )

@@ -30,7 +30,6 @@ from simulator.accuracy.request_errors import (
 from simulator.accuracy.step_errors import ALL, PHASES, StepErrors, outside_share, pace_of, step_errors
 from simulator.accuracy.window import ObservedWindow
 
-DEFAULT_TOLERANCE = 0.1
 MIN_SHARE = 0.2  # of the time, from which on a phase by itself can show that a profile does not hold
 MIN_REQUESTS = 8
 NORMAL = 1.96
@@ -96,7 +95,7 @@ class WindowAccuracy:
             part=name, bias=float(np.median(errors)), half=float(NORMAL * 1.2533 * spread / 2 / len(logs) ** 0.5)
         )
 
-    def holds(self, tolerance: float = DEFAULT_TOLERANCE) -> bool | None:
+    def holds(self, tolerance: float) -> bool | None:
         """Return whether the profile holds; None where the window is too short to tell."""
         biases = self.biases
         return not any(one.exceeds(tolerance) for one in biases) if biases else None

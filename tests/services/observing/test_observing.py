@@ -62,7 +62,7 @@ def test_the_state_file_shows_everything_that_the_replay_needs(tmp_path: Path) -
     for one in found.errors:
         assert one.median < 0.01, one
     assert found.steps[0].bias == pytest.approx(0.0, abs=1e-6)
-    assert found.holds() is True
+    assert found.holds(0.05) is True
     assert found.recalibration is not None
     assert found.recalibration.changes == ()
 
