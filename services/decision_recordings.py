@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from predictor.request import RequestFacts
 from protos.block.v1 import common_pb2
 
 EVENTS = ("decision", "outcome")
+COMPLETED = (common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH)
 
 
 def is_recording(path: str) -> bool:
@@ -36,33 +38,62 @@ def decisions_in(path: str) -> Iterator[common_pb2.Decision]:
             yield _parsed(place, line.get("decision"), common_pb2.Decision())
 
 
+Placed = tuple[RequestFacts, common_pb2.Decision, common_pb2.Outcome | None]
+
+
+def placed_requests(path: str, *, block_size: int | None = None) -> Iterator[Placed]:
+    """Yield each request of a recording once: its facts, its last decision, and how it ended, if that was recorded.
+
+    Prefixes are kept where their blocks have `block_size` tokens, if that is given.
+    """
+    requests, decisions, outcomes = _recorded(path)
+    for name, request in requests.items():
+        facts = _request(request, 0.0, None, block_size)
+        facts = replace(facts, model=request.model, client_id=request.client_id)
+        yield facts, decisions[name][-1], outcomes.get(name)
+
+
 def requests_in(path: str, *, block_size: int | None = None) -> list[RequestFacts]:
     """Return the requests of a recording by arrival, with their tags, and with their lengths where they completed.
 
     A request with several decisions counts once. Arrivals are relative to the first one. Prefixes are kept where their
     blocks have `block_size` tokens, if that is given.
     """
-    messages: dict[str, common_pb2.Request] = {}
-    arrived: dict[str, float] = {}
-    lengths: dict[str, int] = {}
+    requests, decisions, outcomes = _recorded(path)
+    arrived = {name: decisions[name][0].decided_unix_s - request.waited_s for name, request in requests.items()}
+    lengths = {name: outcome.output_tokens for name, outcome in outcomes.items() if outcome.finish_reason in COMPLETED}
+    first_s = min(arrived.values(), default=0.0)
+    facts = [
+        _request(request, arrived[name] - first_s, lengths.get(name) or None, block_size)
+        for name, request in requests.items()
+    ]
+    return sorted(facts, key=lambda one: one.arrival_s)
+
+
+def _recorded(
+    path: str,
+) -> tuple[dict[str, common_pb2.Request], dict[str, list[common_pb2.Decision]], dict[str, common_pb2.Outcome]]:
+    """Return requests, their decisions, and their last outcomes, by the requests' ids."""
+    requests: dict[str, common_pb2.Request] = {}
+    decisions: dict[str, list[common_pb2.Decision]] = {}
+    outcomes: dict[str, common_pb2.Outcome] = {}
     for place, line in _lines(path):
         if line["event"] == "outcome":
             outcome = _parsed(place, line.get("outcome"), common_pb2.Outcome())
-            ended = outcome.finish_reason in (common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH)
-            if ended and outcome.output_tokens:
-                lengths[outcome.request_id] = outcome.output_tokens
+            if outcome.finish_reason in COMPLETED or outcome.request_id not in outcomes:
+                outcomes[outcome.request_id] = outcome
             continue
-        request = _parsed(place, line.get("request"), common_pb2.Request())
-        decision = _parsed(place, line.get("decision"), common_pb2.Decision())
-        if not request.request_id or request.prompt_tokens < 1:
-            raise ValueError(f"{place}: request: has no request_id or no prompt_tokens")
-        messages.setdefault(request.request_id, request)
-        arrived.setdefault(request.request_id, decision.decided_unix_s - request.waited_s)
-    first_s = min(arrived.values(), default=0.0)
-    requests = [
-        _request(request, arrived[name] - first_s, lengths.get(name), block_size) for name, request in messages.items()
-    ]
-    return sorted(requests, key=lambda one: one.arrival_s)
+        request, decision = _placed(place, line)
+        requests.setdefault(request.request_id, request)
+        decisions.setdefault(request.request_id, []).append(decision)
+    return requests, decisions, outcomes
+
+
+def _placed(place: str, line: Mapping[str, Any]) -> tuple[common_pb2.Request, common_pb2.Decision]:
+    request = _parsed(place, line.get("request"), common_pb2.Request())
+    if not request.request_id or request.prompt_tokens < 1:
+        raise ValueError(f"{place}: request: has no request_id or no prompt_tokens")
+    return request, _parsed(place, line.get("decision"), common_pb2.Decision())
 
 
 def _request(

@@ -59,7 +59,7 @@ def snapshot_from(data: Any) -> Snapshot:
             raise ValueError(f"version: {version} is newer than {VERSION}, the newest that can be read here")
         if OLDEST_VERSION <= version < VERSION:  # fields that it lacks have their defaults
             data = {**data, "version": VERSION}
-    return _checked(Snapshot, data)
+    return checked(Snapshot, data)
 
 
 def snapshot_json(snapshot: Snapshot) -> str:
@@ -80,7 +80,7 @@ def request_from(data: Any, *, block_size: int, default_id: str) -> RequestFacts
         given = {**_from_token_ids(token_ids, block_size), **given}
     if isinstance(given.get("prefix_hashes"), list):
         given["prefix_hashes"] = tuple(given["prefix_hashes"])
-    return _checked(RequestFacts, given)
+    return checked(RequestFacts, given)
 
 
 def _from_token_ids(token_ids: Any, block_size: int) -> dict[str, Any]:
@@ -161,7 +161,8 @@ def _adapter_of(kind: type[Any]) -> TypeAdapter[Any]:
     return TypeAdapter(kind)
 
 
-def _checked(kind: type[T], data: Any) -> T:
+def checked(kind: type[T], data: Any) -> T:
+    """Check and build a value from plain data; errors begin with the field."""
     from pydantic import ValidationError
 
     try:

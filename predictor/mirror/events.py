@@ -48,12 +48,16 @@ class TokensReceived:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestEnded:
-    """A request ended with `num_tokens` tokens; one that is not `completed` was aborted or failed."""
+    """A request ended with `num_tokens` tokens; one that is not `completed` was aborted or failed.
+
+    `prompt_tokens` are those that the engine has counted, where its reply says so.
+    """
 
     name: str
     num_tokens: int
     completed: bool
     exact: bool = True
+    prompt_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

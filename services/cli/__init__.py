@@ -12,12 +12,14 @@ from services.cli.lazy_group import LazyCommand, LazyGroup
 
 BAD_INPUT = 2
 COMMANDS = {
+    "accuracy": LazyCommand("services.cli.accuracy:accuracy", "Compare an observed window with the engine model"),
     "bench": LazyCommand("services.cli.bench:bench", "Send load to an OpenAI endpoint and report latencies"),
     "capacity": LazyCommand("services.cli.capacity:capacity", "Find the largest rate at which an SLO holds"),
     "demo": LazyCommand("services.cli.demo:demo", "Compare policies on an emulated cluster"),
     "experiment": LazyCommand("services.cli.experiment:experiment", "Run an experiment and write its report"),
     "explain": LazyCommand("services.cli.explain:explain", "Explain the decision about a request"),
     "forecast": LazyCommand("services.cli.forecast:forecast", "Forecast a request on an engine's snapshot"),
+    "observe": LazyCommand("services.cli.observe:observe", "Record what one engine serves for a while"),
     "policies": LazyCommand("services.cli.policies:policies", "List policies, or switch a running scheduler's"),
     "profile": LazyCommand("services.cli.profile:profile", "Show, measure or fit latency profiles"),
     "provision": LazyCommand("services.cli.provision:provision", "Query a provisioner"),

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from services.cli.output_files import require_folder
 from services.cli.settings_options import SettingValues, settings_options
 from services.load.request_format import RequestFormat
 from services.load.running import LoadLimits
@@ -56,9 +57,12 @@ def bench(given: SettingValues, url: str, *, as_json: bool) -> int:
     key = next((os.environ[name] for name in KEY_VARIABLES if os.environ.get(name)), None)
     form = given.make(RequestFormat, model=settings.model, headers=headers_from(settings.header, key), slo=slo)
     plan = plan_from(settings, form.seed)
+    require_folder(settings.window or None)
     warm_up = {planned.request_id for planned in plan[: settings.warm_up]}
     with opened(settings.csv) as out:
         results = uvloop.run(measured(plan, origin, form, limits))
+        if settings.window:
+            write_windows(results, Path(settings.window), origin, form, begin_s=plan[len(warm_up)].due_s)
         results = [result for result in results if result.plan.request_id not in warm_up]
         if out is not None:
             write_csv(results, slo, out)
@@ -142,6 +146,38 @@ async def only_model(origin: Origin, form: RequestFormat) -> str:
     if len(names) != 1:
         raise ValueError(f"model: name one of {', '.join(names)}" if names else "model: the endpoint lists none")
     return names[0]
+
+
+def write_windows(
+    results: Sequence[RequestResult], path: Path, origin: Origin, form: RequestFormat, *, begin_s: float
+) -> None:
+    """Write a window of each instance that has answered; requests before `begin_s` are not compared."""
+    from dataclasses import replace
+
+    import uvloop
+
+    from predictor.config import EngineConfig
+    from services.observing.observing import reported_settings
+    from services.observing.traffic import sent_requests, window_of_client
+    from services.observing.window_writing import write_window
+
+    reported, model = uvloop.run(reported_settings(origin))
+    instances = sorted({result.instance for result in results})
+    for instance in instances:
+        requests = sent_requests([result for result in results if result.instance == instance])
+        window = window_of_client(
+            requests,
+            EngineConfig(**reported),
+            end_s=max([begin_s, *(one.last_token_s or 0.0 for one in requests)]),
+            profile="",
+            instance=instance,
+            model=form.model or model,
+            source="block bench",
+            clock_rate=form.time_scale,
+        )
+        window = replace(window, header=replace(window.header, begin_s=begin_s))
+        file = path if len(instances) == 1 else path.with_name(f"{path.stem}.{instance or 'unnamed'}{path.suffix}")
+        write_window(window, file)
 
 
 @contextmanager

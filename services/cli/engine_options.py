@@ -74,6 +74,14 @@ def engine_of(given: SettingValues) -> tuple[Profile, EngineConfig]:
     return profile, engine_config(profile, model.engine_file, given.given(EngineConfig))
 
 
+def settings_in(given: SettingValues) -> dict[str, Any]:
+    """Return the engine's settings that were given: by flags and environment first, then in the file."""
+    from simulator.codec import settings_from_toml
+
+    file = given.make(EngineModelSettings).engine_file
+    return {**(settings_from_toml(file) if file else {}), **given.given(EngineConfig)}
+
+
 def engine_config(profile: Profile, engine_file: str, given: Mapping[str, Any]) -> EngineConfig:
     """Settle the engine's settings: flags and environment first, then the file, then those of the profile."""
     from simulator.codec import settings_from_toml

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -17,6 +16,7 @@ from predictor.fitting.kernel_profile import UntimedCosts
 from predictor.profile import Profile, load_profile, profile_names, profile_to_dict, profile_to_json
 from predictor.request import LEGS
 from services.cli.engine_options import profile_named
+from services.cli.output_files import require_folder, save_profile, share_bar
 from services.profiling.kernels_command import KernelOptions, kernel_profile
 from services.profiling.measure_command import MeasureOptions, measured_profile
 from services.profiling.transfers import TransferOptions, measured_transfers
@@ -25,7 +25,6 @@ from simulator.codec import read_json
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-BAR = 100
 OUTPUT = click.option("--output", "-o", metavar="FILE", help="File of the profile.  [default: standard output]")
 MEASURED = ("source", "num_requests", "num_batches", "num_disturbed", "num_preemptions", "took_s")
 
@@ -127,11 +126,11 @@ def measure(output: str | None, *, budget: str, start_timeout: str, as_json: boo
         api_key=os.environ.get("BLOCK_ENGINE_API_KEY") or None,
         **fields,
     )
-    _require_folder(output)
-    with _bar() as progress:
+    require_folder(output)
+    with share_bar() as progress:
         made, measured = uvloop.run(measured_profile(options, progress))
     if output is not None:
-        _save(made, output)
+        save_profile(made, output)
     if as_json:
         about = {name: getattr(measured, name) for name in MEASURED}
         engine = asdict(measured.config)
@@ -182,12 +181,12 @@ def transfer(
         kv_bytes_per_token=kv_bytes_per_token or (chosen.transfer.kv_bytes_per_token if chosen else None) or 0,
         api_key=os.environ.get("BLOCK_ENGINE_API_KEY") or None,
     )
-    _require_folder(output)
-    with _bar() as progress:
+    require_folder(output)
+    with share_bar() as progress:
         measured = uvloop.run(measured_transfers(options, progress))
     made = None if chosen is None else replace(chosen, transfer=measured.fitted.time)
     if made is not None and output is not None:
-        _save(made, output)
+        save_profile(made, output)
     if as_json:
         click.echo(json.dumps(measured.to_dict() | ({} if made is None else {"profile": profile_to_dict(made)})))
     elif made is not None and output is None:
@@ -277,11 +276,11 @@ def timed_kernels(
         link_bytes_per_s=None if link_gb_per_s is None else link_gb_per_s * 1e9,
     )
     options = KernelOptions(budget_s=seconds_of(budget, "budget"), untimed=untimed, **fields)
-    _require_folder(output)
-    with _bar("timing") as progress:
+    require_folder(output)
+    with share_bar("timing") as progress:
         report = kernel_profile(options, progress)
     if output is not None:
-        _save(report.profile, output)
+        save_profile(report.profile, output)
     if as_json:
         click.echo(json.dumps(report.to_dict()))
     elif output is None:
@@ -290,30 +289,6 @@ def timed_kernels(
         click.echo(_line(report.profile))
         if report.kv_tokens is not None:
             click.echo(f"the memory left holds the KV cache of {report.kv_tokens:,} tokens")
-
-
-@contextmanager
-def _bar(label: str = "measuring") -> Iterator[Callable[[float], None]]:
-    """Show on a terminal how much of the budget is used."""
-    if not sys.stderr.isatty():
-        yield lambda _: None
-        return
-    shown = 0
-    with click.progressbar(length=BAR, label=label, show_pos=False, file=sys.stderr) as bar:
-
-        def show(share: float) -> None:
-            nonlocal shown
-            if (reached := int(share * BAR)) > shown:
-                bar.update(reached - shown)
-                shown = reached
-
-        yield show
-
-
-def _require_folder(output: str | None) -> None:
-    """Refuse an output file that cannot be written, before minutes of work."""
-    if output is not None and not Path(output).absolute().parent.is_dir():
-        raise ValueError(f"output: {output} cannot be written: there is no such folder")
 
 
 @profile.group()
@@ -402,12 +377,5 @@ def _write(fitted: Profile, output: str | None) -> None:
     if output is None:
         click.echo(profile_to_json(fitted), nl=False)
         return
-    _save(fitted, output)
+    save_profile(fitted, output)
     click.echo(_line(fitted))
-
-
-def _save(made: Profile, output: str) -> None:
-    try:
-        Path(output).write_text(profile_to_json(made), encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"{output}: cannot be written: {error.strerror}") from None

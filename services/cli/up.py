@@ -118,6 +118,8 @@ async def run_until_stopped(settings: ClusterSettings) -> None:
                 print(f"{policy}: {url}/v1", file=sys.stderr)
             for policy, addresses in cluster.scheduler_addresses.items():
                 print(f"scheduler of {policy}: block explain REQUEST_ID --scheduler {addresses[0]}", file=sys.stderr)
+            if settings.instance_range is None and not settings.mirror:
+                print(f"engines: block observe --state-file {cluster.folder}/NAME.state", file=sys.stderr)
             if cluster.provisioner_address:
                 print(f"provisioner: block provision status --address {cluster.provisioner_address}", file=sys.stderr)
             await stop.wait()

@@ -94,7 +94,7 @@ def with_addresses(source: InstanceSource) -> InstanceSource:
     return ResolvedSource(source) if isinstance(source, Listed | FromFile) else source
 
 
-class ResolvedSource:
+class ResolvedSource(InstanceSource):
     """A source of instances whose engines are named by addresses, as a proxy needs them."""
 
     def __init__(self, source: InstanceSource) -> None:

@@ -91,6 +91,35 @@ def _name(view: View, slot: int) -> str:
     return name.decode(errors="replace")
 
 
+def facts_of(row: Any, *, model: str, hashes: np.ndarray, tags: Mapping[str, Tag] = NO_TAGS) -> RequestFacts:
+    """Return the facts in a row of `requests`; `hashes` are the contents of the request's full blocks."""
+    (
+        _, name_bytes, arrival_s, tag_tokens, tag_spread, priority, prompt_tokens, max_tokens, min_tokens,
+        request_class, leg, _, ttft_s, tpot_s, weight, _, client, session,
+    ) = row.item()  # fmt: skip
+    name = name_bytes.decode(errors="replace")
+    tag = tags.get(client_id(name))
+    if tag is None:
+        tag = _tag(tag_tokens, tag_spread)
+    return RequestFacts(
+        request_id=name,
+        model=model,
+        prompt_tokens=prompt_tokens,
+        tag=tag,
+        arrival_s=max(0.0, arrival_s),
+        max_tokens=max_tokens,
+        min_tokens=min_tokens if min_tokens > 0 else None,
+        priority=max(-MAX_PRIORITY, min(MAX_PRIORITY, priority)),
+        prefix_hashes=tuple(hashes.tolist()),
+        request_class=CLASSES[request_class] if 0 <= request_class < len(CLASSES) else REAL_TIME,
+        slo=_slo(ttft_s, tpot_s),
+        weight=weight if math.isfinite(weight) and weight > 0 else 1.0,
+        client_id=client.decode(errors="replace"),
+        session_id=session.decode(errors="replace"),
+        leg=LEGS[leg] if 0 <= leg < len(LEGS) else SERVE,
+    )
+
+
 def _live(  # noqa: PLR0913 - what a request consists of
     view: View, config: EngineConfig, slot: int, *, tags: Mapping[str, Tag], table: np.ndarray, hashes: np.ndarray
 ) -> LiveRequest:
@@ -98,32 +127,8 @@ def _live(  # noqa: PLR0913 - what a request consists of
         _, produced, computed, placeholders, in_flight, stale, num_blocks, full_blocks, _, num_preemptions, _,
         prefill_tokens, _, _, first_token_s, *_,
     ) = view.live[slot].item()  # fmt: skip
-    (
-        _, name_bytes, arrival_s, tag_tokens, tag_spread, priority, prompt_tokens, max_tokens, min_tokens,
-        request_class, leg, _, ttft_s, tpot_s, weight, _, client, session,
-    ) = view.requests[slot].item()  # fmt: skip
-    name = name_bytes.decode(errors="replace")
-    tag = tags.get(client_id(name))
-    if tag is None:
-        tag = _tag(tag_tokens, tag_spread)
     return LiveRequest(
-        request=RequestFacts(
-            request_id=name,
-            model=str(view.settings.get("model", "")),
-            prompt_tokens=prompt_tokens,
-            tag=tag,
-            arrival_s=max(0.0, arrival_s),
-            max_tokens=max_tokens,
-            min_tokens=min_tokens if min_tokens > 0 else None,
-            priority=max(-MAX_PRIORITY, min(MAX_PRIORITY, priority)),
-            prefix_hashes=tuple(hashes.tolist()),
-            request_class=CLASSES[request_class] if 0 <= request_class < len(CLASSES) else REAL_TIME,
-            slo=_slo(ttft_s, tpot_s),
-            weight=weight if math.isfinite(weight) and weight > 0 else 1.0,
-            client_id=client.decode(errors="replace"),
-            session_id=session.decode(errors="replace"),
-            leg=LEGS[leg] if 0 <= leg < len(LEGS) else SERVE,
-        ),
+        request=facts_of(view.requests[slot], model=str(view.settings.get("model", "")), hashes=hashes, tags=tags),
         produced_tokens=produced,
         computed_tokens=computed,
         placeholders=placeholders,

@@ -77,3 +77,11 @@ class BenchSettings:
         ),
     ] = ()
     csv: Annotated[str, Option("File for one line per request.", metavar="FILE")] = ""
+    window: Annotated[
+        str,
+        Option(
+            "File of a window for `block accuracy`, of the one engine at URL; behind a gateway, one file for each "
+            "instance, with its name before the ending.",
+            metavar="FILE",
+        ),
+    ] = ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -57,6 +57,24 @@ class SidecarMetrics:
         self.pace = Gauge(
             "block_pace_ratio", "Real over predicted step time, smoothed.", ("instance",), registry=registry
         )
+        self.profile_bias = Gauge(
+            "block_profile_bias_ratio",
+            "(replayed - measured) / measured of the last check of the profile: ttft, tpot, e2e, and step times.",
+            ("instance", "quantity"),
+            registry=registry,
+        )
+        self.profile_holds = Gauge(
+            "block_profile_holds",
+            "1 where the last check found the profile within its tolerance, else 0; absent before the first one.",
+            ("instance",),
+            registry=registry,
+        )
+        self.profile_checks = Counter(
+            "block_profile_checks",
+            "Checks of the profile, and their results.",
+            ("instance", "result"),
+            registry=registry,
+        )
         self.source = Gauge(
             "block_state_source",
             "1 for the source of the engine's state: exported or mirrored.",
@@ -92,6 +110,16 @@ class InstanceMetrics:
     def count_ended(self, how: str, num: int = 1) -> None:
         """Count reservations that ended."""
         self._metrics.ended.labels(self._instance, how).inc(num)
+
+    def count_profile_check(self, result: str) -> None:
+        """Count a check of the profile."""
+        self._metrics.profile_checks.labels(self._instance, result).inc()
+
+    def set_profile(self, *, holds: bool, biases: Mapping[str, float]) -> None:
+        """Set whether the profile holds, and its biases by quantity."""
+        self._metrics.profile_holds.labels(self._instance).set(holds)
+        for quantity, bias in biases.items():
+            self._metrics.profile_bias.labels(self._instance, quantity).set(bias)
 
     def observe_error(self, quantity: str, ratio: float, bias: float) -> None:
         """Record the relative error of one forecast, and the smoothed mean of all."""

@@ -12,6 +12,7 @@ from functools import partial
 
 from prometheus_client import CollectorRegistry
 
+from predictor.config import EngineConfig
 from predictor.editable_engine import ShownRecords
 from predictor.engine_view import EndedRequest, EngineView
 from predictor.mirror.events import (
@@ -35,6 +36,7 @@ from services.engine_state import layout
 from services.http.client import HttpClient, Origin, origin_of
 from services.http.server import answering, listening
 from services.logs import log_event
+from services.observing.traffic import TrafficObservation
 from services.predictor_server.engine_source import DownError
 from services.predictor_server.metrics import MirrorMetrics
 from services.predictor_server.proxy import Proxy
@@ -56,6 +58,9 @@ class MirroredEngine:
     def __init__(self, settings: MirrorSettings, profile: Profile, residual: str, forget_s: float) -> None:
         """Start without any knowledge of the engine but the given settings."""
         self.lengths = ReportedLengths()
+        self.observation: TrafficObservation | None = None  # that gets the events as well, while there is one
+        self.config: EngineConfig | None = None  # once it is known
+        self.speed = settings.speed
         options = MirrorOptions(
             profile=profile,
             records=RECORDS,
@@ -84,6 +89,8 @@ class MirroredEngine:
     def record(self, event: MirrorEvent) -> None:
         """Take an event that happens now."""
         self._mirror.record(event, time.monotonic())
+        if self.observation is not None:
+            self.observation.record(event)
 
     def refresh(self) -> EngineView:
         """Return the engine's state now; DownError where it is not known."""
@@ -140,6 +147,7 @@ class MirroredEngine:
             case EndedRequest():
                 self._ended.append(report)
             case MirrorStarted(config=config):
+                self.config = config
                 log_event(
                     log, logging.INFO, "engine is mirrored from its traffic", profile=self._profile,
                     num_gpu_blocks=config.num_gpu_blocks, block_size=config.block_size,

@@ -16,7 +16,8 @@ from protos.block.v1 import common_pb2, predictor_pb2_grpc
 from services.predictor_server.engine_source import EngineSource
 from services.predictor_server.exported import ExportedEngine
 from services.predictor_server.metrics import InstanceMetrics, SidecarMetrics
-from services.predictor_server.mirror import mirroring
+from services.predictor_server.mirror import MirroredEngine, mirroring
+from services.predictor_server.profile_watch import ProfileWatch
 from services.predictor_server.service import PredictorService
 from services.predictor_server.settings import SidecarSettings, require_distinct
 from services.predictor_server.sidecar import Sidecar
@@ -50,12 +51,17 @@ async def running_sidecars(
     """Run a sidecar for each engine of a node while the block runs; their refreshes alternate."""
     require_distinct(engines)
     metrics = SidecarMetrics(registry)
+    turn = asyncio.Lock()  # of the checks of profiles: one process at a time
     async with AsyncExitStack() as stack:
         sidecars = []
         for number, settings in enumerate(engines):
             source = await stack.enter_async_context(_engine_source(settings, profile, registry))
             instance_metrics = InstanceMetrics(metrics, settings.instance_id)
-            running = running_sidecar(settings, source, instance_metrics, phase=number / len(engines))
+            watch = ProfileWatch(
+                settings.profile_watch, instance_metrics, turn, state_file=settings.state_file, profile=profile,
+                traffic=source if isinstance(source, MirroredEngine) else None,
+            )  # fmt: skip
+            running = running_sidecar(settings, source, instance_metrics, watch, phase=number / len(engines))
             sidecars.append(await stack.enter_async_context(running))
         yield sidecars
 
@@ -80,7 +86,12 @@ async def _engine_source(
 
 @asynccontextmanager
 async def running_sidecar(
-    settings: SidecarSettings, source: EngineSource, metrics: InstanceMetrics, *, phase: float = 0.0
+    settings: SidecarSettings,
+    source: EngineSource,
+    metrics: InstanceMetrics,
+    watch: ProfileWatch | None = None,
+    *,
+    phase: float = 0.0,
 ) -> AsyncIterator[Sidecar]:
     """Run a sidecar while the block runs; `phase` shifts its refreshes by that share of an interval."""
     metrics.set_source(common_pb2.StateSource.Name(source.kind).removeprefix("STATE_SOURCE_").lower())
@@ -89,6 +100,8 @@ async def running_sidecar(
         asyncio.create_task(supervised("checking the engine's health", sidecar.health.watch)),
         asyncio.create_task(supervised("following the engine", partial(_follow, sidecar, phase))),
     ]
+    if watch is not None:
+        tasks.append(asyncio.create_task(supervised("checking the profile", watch.run)))
     try:
         yield sidecar
     finally:

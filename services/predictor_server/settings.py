@@ -11,7 +11,8 @@ from predictor.config import EngineConfig
 from predictor.lengths import DEFAULT_RESIDUAL, RESIDUALS
 from predictor.suggestions import require_known
 from services.http.client import origin_of
-from services.settings import Option
+from services.predictor_server.profile_watch_settings import ProfileWatchSettings
+from services.settings import Nested, Option
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +98,8 @@ class SidecarSettings:
     forget_s: Annotated[
         float, "Time without a step after which the correction of the step time is reset, in seconds."
     ] = 30.0
+
+    profile_watch: Annotated[ProfileWatchSettings, Nested()] = field(default_factory=ProfileWatchSettings)
 
     most_reservations: int = 4096
     longest_reservation_s: float = 600.0

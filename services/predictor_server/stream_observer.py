@@ -165,5 +165,11 @@ class StreamObserver:
         exact = completed and self.prompt_tokens is not None  # the engine counted the tokens, not only the events
         for name in self._names:
             self._sink.record(
-                RequestEnded(name=name, num_tokens=num_tokens // len(self._names), completed=completed, exact=exact)
+                RequestEnded(
+                    name=name,
+                    num_tokens=num_tokens // len(self._names),
+                    completed=completed,
+                    exact=exact,
+                    prompt_tokens=self.prompt_tokens if len(self._names) == 1 else None,
+                )
             )

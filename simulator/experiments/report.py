@@ -127,10 +127,10 @@ def as_html(experiment: Experiment, findings: Findings) -> str:
     body = [f"<h1>{escape(experiment.title)}</h1>"]
     body += [f"<p>{_html_text(paragraph)}</p>" for paragraph in experiment.about.strip().split("\n\n")]
     if findings.claims:
-        body += ["<h2>Compared with the paper</h2>", _html_table(claims_table(experiment, findings))]
+        body += ["<h2>Compared with the paper</h2>", html_table(claims_table(experiment, findings))]
         body.append("<h2>Measured</h2>")
     body += [f"<figure>{chart}</figure>" for chart in _charts(experiment, findings) if chart]
-    body += [_html_table(table) for table in (*_tables(experiment, findings), *rival_tables(experiment, findings))]
+    body += [html_table(table) for table in (*_tables(experiment, findings), *rival_tables(experiment, findings))]
     if experiment.differences:
         items = "".join(f"<li>{_html_text(line)}</li>" for line in experiment.differences)
         body.append(f"<h2>{differences_of(experiment)}</h2><ul>{items}</ul>")
@@ -138,10 +138,7 @@ def as_html(experiment: Experiment, findings: Findings) -> str:
     body.append(f"<p>{seeds_of(experiment)}{marks} <code>block experiment {escape(experiment.name)}</code></p>")
     settings = {setting.name: as_table(setting.scenario) for setting in experiment.settings}
     body.append(f"<details><summary>Settings</summary><pre>{escape(json.dumps(settings, indent=1))}</pre></details>")
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(experiment.title)}</title>'
-        f"<style>{STYLE}</style></head><body>{''.join(body)}</body></html>\n"
-    )
+    return html_page(experiment.title, body)
 
 
 def claims_table(experiment: Experiment, findings: Findings) -> str:
@@ -343,7 +340,16 @@ def _html_text(text: str) -> str:
     return re.sub(r"\*(\w[^*<>]*)\*", r"<em>\1</em>", text)
 
 
-def _html_table(markdown: str) -> str:
+def html_page(title: str, body: Sequence[str]) -> str:
+    """Return a page that needs no other file."""
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
+        f"<style>{STYLE}</style></head><body>{''.join(body)}</body></html>\n"
+    )
+
+
+def html_table(markdown: str) -> str:
+    """Convert a Markdown table to HTML."""
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in markdown.splitlines()]
     head, _, *rest = rows
     text = "".join(f"<th>{escape(cell)}</th>" for cell in head)

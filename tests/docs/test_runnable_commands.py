@@ -128,7 +128,7 @@ def test_enough_is_run() -> None:
     """The fast commands of the manual are run somewhere, and the README's cluster is."""
     texts = "\n".join(one.text for page, _ in RUNNABLE for one in blocks_of(page) if one.run)
     for command in (
-        "forecast", "replay", "simulate", "policies", "profile show", "tagger predict", "up", "bench",
+        "forecast", "replay", "simulate", "policies", "profile show", "tagger predict", "up", "bench", "observe", "accuracy",
     ):  # fmt: skip
         assert f"block {command}" in texts
     assert any(one.run == "server" for one in blocks_of(ROOT / "README.md"))

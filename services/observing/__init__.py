@@ -1,0 +1,1 @@
+"""Observes what engines serve: by their state files, by their traffic, or from recordings of schedulers."""
