@@ -104,6 +104,7 @@ ENGINE = np.dtype(
         ("num_steps", "i8"),
         ("num_preemptions", "i8"),
         ("decodes_since_look", "i8"),
+        ("unmeasured_s", "f8"),  # in steps whose batches lie outside of what the profile measured
         ("steady", "i8"),  # the last step repeats until a request finishes or arrives, or blocks run out
         ("steady_limit_s", "f8"),  # it repeats only while it takes no longer
         ("fruitless_preemptions", "i8"),  # preemptions since a request last produced a token
