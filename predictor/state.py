@@ -10,7 +10,7 @@ import numpy as np
 from predictor.compiled import kernel, small_kernel
 from predictor.config import BIDIRECTIONAL, FETCHING_ROLES, HOLDING_ROLES, KV_LAYOUTS, RECOMPUTE, EngineConfig
 from predictor.request import LEGS
-from predictor.step_time import Costs
+from predictor.step_time import NUM_REGIONS, Costs
 
 NONE = -1  # no request, no block, no time
 
@@ -80,6 +80,7 @@ ENGINE = np.dtype(
         # the engine thread's clock: the end of the last step whose outputs it has processed
         ("now_s", "f8"),
         ("pace", "f8"),  # real over predicted step time
+        ("region_pace", "f8", (NUM_REGIONS,)),  # of the steps of each batch region, over `pace`
         # queues
         ("num_running", "i8"),
         ("num_waiting", "i8"),
@@ -352,6 +353,7 @@ def allocate(
     engine.estimator_momentum = config.estimator_momentum
     engine.estimator_seed = config.estimator_seed
     engine.pace = engine.correction = engine.transfer_pace = 1.0
+    engine.region_pace = 1.0
     engine.fetches = config.kv_role in FETCHING_ROLES
     engine.drops_stale = config.kv_role in HOLDING_ROLES
     engine.defers_frees = engine.fetches and config.pipeline_depth > 1

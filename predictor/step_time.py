@@ -32,6 +32,13 @@ SAMPLED, DECODE_WAIT, MIXED_WAIT, FIRST_KNOT = 0, 1, 2, 4
 COLUMNS_PER_KNOT = 4
 ALONE, BESIDE = FIRST_KNOT, FIRST_KNOT + 2
 
+# The regions of batches, which a profile can be wrong about in different ways: decodes alone, decodes beside chunks, and
+# mostly chunks, with so many times as many tokens as decodes.
+REGIONS = ("decode", "mixed", "prefill")
+NUM_REGIONS = len(REGIONS)
+DECODE_REGION, MIXED_REGION, PREFILL_REGION = range(NUM_REGIONS)
+PREFILL_SHARE = 8
+
 # The upper limit of all counts and times; it keeps sums finite.
 LARGEST = 1e10
 
@@ -70,12 +77,15 @@ class Curve:
 
     def table(self, largest: int) -> Array:
         """Evaluate at 0, 1, …, largest; a decreasing last slope is not extrapolated."""
-        counts = np.arange(largest + 1, dtype=np.float64)
-        values = np.interp(counts, self.x, self.y)
-        if len(self.x) > 1:
-            slope = max(0.0, (self.y[-1] - self.y[-2]) / (self.x[-1] - self.x[-2]))
-            values += slope * np.maximum(0.0, counts - self.x[-1])
-        return np.ascontiguousarray(values)
+        return np.ascontiguousarray(_straight(np.arange(largest + 1, dtype=np.float64), self.x, self.y))
+
+
+def _straight(counts: Array, x: Sequence[float], y: Sequence[float]) -> Array:
+    values: Array = np.interp(counts, x, y)
+    if len(x) > 1:
+        slope = max(0.0, (y[-1] - y[-2]) / (x[-1] - x[-2]))
+        values += slope * np.maximum(0.0, counts - x[-1])
+    return values
 
 
 ZERO = Curve()
@@ -102,9 +112,10 @@ class Grid:
                 require_seconds(f"z[{number}]", value)
 
     def table(self, largest: int, y: Array) -> Array:
-        """Evaluate at 0, 1, …, largest, a row each, and at counts y within the grid, a column each."""
-        columns = np.array([np.interp(y, self.y, row) for row in self.z]).T
-        return np.column_stack([Curve(x=self.x, y=tuple(column.tolist())).table(largest) for column in columns])
+        """Evaluate at 0, 1, …, largest, a row each, and at counts y, a column each."""
+        columns = np.array([_straight(y, self.y, row) for row in self.z]).T
+        counts = np.arange(largest + 1, dtype=np.float64)
+        return np.column_stack([_straight(counts, self.x, column.tolist()) for column in columns])
 
 
 NO_GRID = Grid()
@@ -171,6 +182,10 @@ class StepTime:
         for name in ("decode", "mixed"):
             if getattr(self, f"{name}_wait") != ZERO and getattr(self, f"{name}_longest") != ZERO:
                 raise ValueError(f"{name}_wait: must not be given with {name}_longest, which says the same")
+        for name in ("decode_attention", "mixed_attention"):
+            for number, row in enumerate(getattr(self, name).z):
+                if any(later < earlier for earlier, later in zip(row, row[1:], strict=False)):
+                    raise ValueError(f"{name}.z[{number}]: must not decrease with the context")
         if len(self.knots) > MAX_KNOTS:
             raise ValueError(f"decode_attention.y: {len(self.knots)} knots are too many, at most {MAX_KNOTS}")
         chunks, before = self.prefill_attention.x, self.prefill_attention.y
@@ -287,7 +302,7 @@ def _set_attention(
     counts = np.maximum(1.0, np.arange(most + 1))
     waits = longest.table(most) / counts
     per_token = slope.table(most) + waits
-    measured = np.maximum.accumulate(grid.table(most, knots), axis=1)
+    measured = grid.table(most, knots)
     last = first + COLUMNS_PER_KNOT * len(knots)
     by_count[:, first:last:COLUMNS_PER_KNOT] = (
         base.table(most)[:, None] + np.outer(per_token * counts, knots) + measured
@@ -458,6 +473,14 @@ def mean_context_line(costs: Costs, num_decodes: int) -> tuple[float, float]:
         largest = costs.coefficients[KNOTS + num_knots - 1]
         slope = (row[ALONE + COLUMNS_PER_KNOT * (num_knots - 1)] - base) / (num_decodes * largest)
     return base, slope
+
+
+@small_kernel
+def region_of(num_tokens: int, num_decodes: int, num_prefills: int) -> int:
+    """Return the region of a batch."""
+    if num_prefills == 0:
+        return DECODE_REGION
+    return PREFILL_REGION if num_tokens - num_decodes >= PREFILL_SHARE * num_decodes else MIXED_REGION
 
 
 @small_kernel

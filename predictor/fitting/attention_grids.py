@@ -42,16 +42,17 @@ def attention_grids(steps: Steps, *, scale: Array, serving: NDArray[np.bool_] | 
     return _with_mixed(step_time, steps, scale, mixed, mixed if serving is None else mixed & serving)
 
 
-def with_waiting(step_time: StepTime, skewed: Steps, *, scale: Array, onset: int = 1) -> StepTime:
+def with_waiting(step_time: StepTime, skewed: Steps, *, scale: Array, unsplit: tuple[int, int]) -> StepTime:
     """Add what decodes wait for the longest of them, from batches with few long contexts among short ones.
 
-    `onset` is the number of decodes from which kernels do not split contexts; waiting alone has a jump there.
+    From the first number of decodes in `unsplit` on, kernels do not split contexts, so decodes alone wait more; at the
+    second one there are so many that others are computed meanwhile.
     """
     mixed = skewed.num_prefills > 0
     return replace(
         step_time,
-        decode_wait=_waits(step_time, skewed.where(~mixed), scale[~mixed], onset),
-        mixed_wait=_waits(step_time, skewed.where(mixed), scale[mixed], 1),
+        decode_wait=_waits(step_time, skewed.where(~mixed), scale[~mixed], unsplit),
+        mixed_wait=_waits(step_time, skewed.where(mixed), scale[mixed], None),
     )
 
 
@@ -78,7 +79,7 @@ def _grid(
         )
     counts = _kept_rows(rows)
     knots = _kept_knots([rows[count] for count in counts], most)
-    table = [[rounded(value) for value in _line(knots, *rows[count][:2])] for count in counts]
+    table = [[rounded(value) for value in np.maximum.accumulate(_line(knots, *rows[count][:2]))] for count in counts]
     if len(counts) == 1 or len(knots) == 1:
         return NO_GRID
     return Grid(x=tuple(counts), y=tuple(knots.tolist()), z=tuple(tuple(row) for row in table))
@@ -202,7 +203,7 @@ def _mixed_decode_s(step_time: StepTime, steps: Steps) -> Array:
     return predict(StepTime(decode_attention=step_time.mixed_attention), alone)
 
 
-def _waits(step_time: StepTime, skewed: Steps, scale: Array, onset: int) -> Curve:
+def _waits(step_time: StepTime, skewed: Steps, scale: Array, unsplit: tuple[int, int] | None) -> Curve:
     """Return the share of the longest context's time that is waited for, by the number of decodes."""
     if len(skewed) == 0:
         return ZERO
@@ -216,9 +217,13 @@ def _waits(step_time: StepTime, skewed: Steps, scale: Array, onset: int) -> Curv
         if rows.sum() >= MIN_ROWS:
             share = float(measured[rows] @ possible[rows]) / max(1e-12, float(possible[rows] @ possible[rows]))
             shares[float(count)] = rounded(min(1.0, max(0.0, share)))
-    below = [count for count in shares if count < onset - 1]
-    above = [count for count in shares if count > onset]
-    if below and above:  # kernels change at the onset, not gradually
-        shares[float(onset - 1)], shares[float(onset)] = shares[below[-1]], shares[above[0]]
+    if unsplit is not None:
+        first, end = unsplit
+        below = [share for count, share in shares.items() if count < first]
+        above = [share for count, share in shares.items() if first <= count < end]
+        shares = {count: share for count, share in shares.items() if count < end}
+        shares[float(end)] = 0.0
+        if below and above:  # kernels change there, not gradually
+            shares[float(first - 1)], shares[float(first)] = below[-1], above[0]
     counts = sorted(shares)
     return Curve(x=tuple(counts), y=tuple(shares[count] for count in counts)) if counts else ZERO
