@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,7 +27,7 @@ from predictor.state import (
     new_request,
     widen,
 )
-from predictor.step_time import StepTime, tabulate
+from predictor.step_time import REGIONS, StepTime, tabulate
 
 FOREVER = math.inf
 ANY_NUMBER = 1 << 62
@@ -278,6 +278,15 @@ class Engine:
         if not (math.isfinite(pace) and pace > 0):
             raise ValueError(f"pace: must be above 0, not {pace}")
         self.state.engine[0].pace = pace
+        self.state.engine[0].region_pace = 1.0
+
+    def set_region_paces(self, pace: float, by_region: Sequence[float]) -> None:
+        """Multiply the step times of each batch region by its own pace; `pace` is that of all steps."""
+        for region, value in zip(REGIONS, by_region, strict=True):
+            if not (math.isfinite(value) and value > 0):
+                raise ValueError(f"by_region.{region}: must be above 0, not {value}")
+        self.set_pace(pace)
+        self.state.engine[0].region_pace = np.divide(by_region, pace)
 
     def remember(self, memory: Memory) -> None:
         """Set what the local scheduler remembers."""

@@ -26,6 +26,7 @@ RESULT = np.dtype(
         ("gain_before", "f8"),
         ("gain_after", "f8"),
         ("least_slack_s", "f8"),
+        ("unmeasured", "f8"),
         ("output_tokens", "i8"),
         ("num_preemptions", "i8"),
         ("others_preempted", "i8"),
@@ -131,10 +132,11 @@ class Forecaster:
                 gain_before=gain_before if delays else None,
                 gain_after=gain_after if delays else None,
                 least_slack_s=least_slack_s if delays else None,
+                unmeasured=unmeasured,
             )
             for slot, (
                 scheduled_s, first_token_s, finished_s, delay_sum_s, delay_worst_s, fetched_s, gain_before,
-                gain_after, least_slack_s, output_tokens, num_preemptions, others_preempted, hit_tokens, attained,
+                gain_after, least_slack_s, unmeasured, output_tokens, num_preemptions, others_preempted, hit_tokens, attained,
                 others_missed,
             ) in zip(slots, results.tolist(), strict=True)
         ]  # fmt: skip
@@ -173,6 +175,7 @@ def simulation_with(drive: Callable[..., None], layer: Callable[[State, State, i
             if not delays:
                 stop_counting_on_time(shared)
             shared.engine[0].least_slack_s = np.inf
+            shared.engine[0].unmeasured_s = 0.0
             if not shared.engine[0].by_priority and queues.last_arrival_s(shared) <= now_s:
                 drive(shared, FOREVER, any_number, tail)
                 ready[SHARED] = purpose
@@ -231,6 +234,8 @@ def read_result(after: State, slot: int, now_s: float, result: np.record) -> Non
     result.num_preemptions = request.num_preemptions
     result.hit_tokens = request.hit_tokens
     result.attained = attains(after, slot)
+    simulated_s = after.engine[0].now_s - now_s
+    result.unmeasured = min(1.0, after.engine[0].unmeasured_s / simulated_s) if simulated_s > 0 else 0.0
 
 
 @small_kernel

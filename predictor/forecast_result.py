@@ -20,6 +20,8 @@ class Forecast:
     not without it, on average over these lengths. The gain is the summed weight of the tokens that come by their
     deadlines from now on, without and with this request, and `least_slack_s` the least time to its deadline at which
     any token comes, of requests none of whose tokens were late before; infinite without deadlines.
+
+    `unmeasured` is the share of the simulated time in steps whose batches lie outside of what the profile measured.
     """
 
     request_id: str
@@ -39,6 +41,7 @@ class Forecast:
     gain_before: float | None = None
     gain_after: float | None = None
     least_slack_s: float | None = None
+    unmeasured: float = 0.0
 
 
 def averaged(forecasts: Sequence[Forecast], request_id: str) -> Forecast:

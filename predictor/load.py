@@ -8,7 +8,7 @@ from predictor import steps
 from predictor.batching import ordered
 from predictor.compiled import kernel, small_kernel
 from predictor.state import NO_TRANSFER, State
-from predictor.step_time import step_seconds
+from predictor.step_time import DECODE_REGION, PREFILL_REGION, step_seconds
 
 LOAD = ("decode_step_s", "queued_prefill_s", "least_tpot_slo_s")  # the indicators that `shown` returns
 NONE_YET = (0.0, 0.0, 0.0, 0.0, np.inf)  # requests, their context, the longest one, seconds of prefill, shortest target
@@ -50,5 +50,6 @@ def shown(state: State, sums: Sums) -> tuple[float, float, float]:
     step_s = 0.0
     if num > 0:
         context = num * (all_context / all_requests + 1.0)
-        step_s = engine.pace * step_seconds(state.costs, num, num, num, context, 0, 0.0, 0.0, longest + 1.0)
-    return step_s, engine.pace * prefill_s, tpot_s
+        pace = engine.pace * engine.region_pace[DECODE_REGION]
+        step_s = pace * step_seconds(state.costs, num, num, num, context, 0, 0.0, 0.0, longest + 1.0)
+    return step_s, engine.pace * engine.region_pace[PREFILL_REGION] * prefill_s, tpot_s

@@ -14,7 +14,7 @@ from predictor import blocks, estimator, queues, remote_kv, steps
 from predictor.batching import fill
 from predictor.compiled import inner_kernel, kernel, small_kernel
 from predictor.state import FINISHED, State
-from predictor.step_time import decode_slope, step_seconds
+from predictor.step_time import DECODE_REGION, decode_slope, is_measured, step_seconds, steps_in_line
 
 TAIL_OF_QUEUE = -2  # watched: stop before a step that could admit a request behind all that wait now
 
@@ -145,6 +145,9 @@ def count_repeats(state: State, until_s: float) -> int:
         max_repeats = min(max_repeats, _within_limit(state))
     if max_repeats <= 0:
         return 0
+    context, longest = _contexts(state)
+    n = engine.num_running
+    max_repeats = min(max_repeats, steps_in_line(state.costs, n, context + n, longest + 1))
     max_repeats = _within_blocks(state, max_repeats)
     event_s = queues.next_event_s(state)
     if max_repeats <= 0 or _fits_in_time(state, max_repeats, until_s, event_s):
@@ -164,7 +167,7 @@ def _within_limit(state: State) -> int:
     """Return a number of repetitions that all take at most `steady_limit_s` by estimate; rounding costs one at most."""
     context, longest = _contexts(state)
     first_s, growth_s = _decode_s(state, context, longest)
-    estimated = estimator.belief(state.engine[0]) / state.engine[0].pace
+    estimated = estimator.belief(state.engine[0]) / decode_pace(state)
     spare_s = state.engine[0].steady_limit_s * (1 - 1e-9) - first_s * estimated
     if spare_s < 0:
         return 0
@@ -224,12 +227,18 @@ def _contexts(state: State) -> tuple[int, int]:
     return context, longest
 
 
+@small_kernel
+def decode_pace(state: State) -> float:
+    """Return the real over the predicted time of steps of decodes alone."""
+    return state.engine[0].pace * state.engine[0].region_pace[DECODE_REGION]
+
+
 @kernel
 def _decode_s(state: State, context: int, longest: int) -> tuple[float, float]:
     """Return the seconds of a decode step of all running requests, and how many more each next one takes."""
-    n, pace = state.engine[0].num_running, state.engine[0].pace
+    n, pace = state.engine[0].num_running, decode_pace(state)
     first_s = step_seconds(state.costs, n, n, n, context + n, 0, 0.0, 0.0, longest + 1)
-    return pace * first_s, pace * decode_slope(state.costs, n) * n
+    return pace * first_s, pace * decode_slope(state.costs, n, context + n, longest + 1) * n
 
 
 @small_kernel
@@ -264,6 +273,9 @@ def repeat(state: State, num_repeats: int) -> None:
     engine = state.engine[0]
     context, longest = _contexts(state)
     first_s, growth_s = _decode_s(state, context, longest)
+    n = engine.num_running
+    if not is_measured(state.costs, n, n, context + n * num_repeats, longest + num_repeats):
+        engine.unmeasured_s += _series_s(first_s, growth_s, num_repeats)
     from_s, num_ahead = engine.now_s, 0  # steps of the series start here; tokens of steps in flight come before it
     if engine.pipeline_depth == 1:
         engine.now_s += _series_s(first_s, growth_s, num_repeats)

@@ -6,15 +6,27 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from importlib import resources
 from typing import Any, TypeVar
 
 from predictor.config import require_count
-from predictor.step_time import CURVES, NUMBERS, Curve, StepTime, require_seconds
+from predictor.step_time import (
+    CURVES,
+    GRIDS,
+    NO_GRID,
+    NUMBERS,
+    SHARES,
+    ZERO,
+    Curve,
+    Grid,
+    StepTime,
+    require_seconds,
+)
 from predictor.suggestions import did_you_mean
 
-VERSION = 1
+VERSION = 2
+FIRST_VERSION = 1  # without grids and shares
 FITTED = "fitted"
 ROOFLINE = "roofline"
 CONSTANT = "constant"
@@ -28,16 +40,26 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValidRange:
-    """The batches that the profile's data covers; beyond them it extrapolates."""
+    """The batches that the profile's data covers; beyond them it extrapolates.
+
+    `max_context_tokens` is the context of all sequences of a batch, `max_sequence_context` that of one, if limited.
+    """
 
     max_tokens: int
     max_sequences: int
     max_context_tokens: int
+    max_sequence_context: int | None = None
 
     def __post_init__(self) -> None:
         """Refuse values that are no counts."""
         for spec in fields(self):
-            require_count(spec.name, getattr(self, spec.name))
+            if getattr(self, spec.name) is not None or spec.name != "max_sequence_context":
+                require_count(spec.name, getattr(self, spec.name))
+
+    @property
+    def limits(self) -> tuple[float, float, float, float]:
+        """All limits in the order of the fields."""
+        return self.max_tokens, self.max_sequences, self.max_context_tokens, self.max_sequence_context or math.inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,9 +164,9 @@ class Profile:
         return _known(self.transfer)
 
     def __post_init__(self) -> None:
-        """Refuse another format version, and empty descriptions."""
+        """Refuse another format version, and empty descriptions; the step time knows the valid range."""
         if self.version != VERSION or isinstance(self.version, bool):
-            raise ValueError(f"version: this release reads version {VERSION}, not {self.version!r}")
+            raise ValueError(f"version: this release writes version {VERSION}, not {self.version!r}")
         for name in ("name", "model", "gpu", "dtype", "kind", "source"):
             value = getattr(self, name)
             if not isinstance(value, str) or not value:
@@ -152,6 +174,7 @@ class Profile:
         require_count("tensor_parallel", self.tensor_parallel)
         if self.kind not in KINDS:
             raise ValueError(f"kind: must be one of {', '.join(KINDS)}, not {self.kind!r}")
+        object.__setattr__(self, "step_time", replace(self.step_time, limits=self.valid.limits))
 
 
 def constant_profile() -> Profile:
@@ -215,7 +238,7 @@ def profile_to_dict(profile: Profile) -> dict[str, Any]:
         "dtype": profile.dtype,
         "kind": profile.kind,
         "source": profile.source,
-        "valid": _plain(profile.valid),
+        "valid": _known(profile.valid),
         "error": None if profile.error is None else _plain(profile.error),
         "engine": _plain(profile.engine),
         **({} if profile.transit == NO_TRANSIT else {"transit": _plain(profile.transit)}),
@@ -232,40 +255,46 @@ def profile_from_dict(data: object) -> Profile:
     error = given["error"]
     parts = {
         "step_time": step_time_from_dict(given["step_time"]),
-        "valid": _build("valid", ValidRange, given["valid"]),
+        "valid": _build("valid", ValidRange, _with_nulls(ValidRange, given["valid"], "max_sequence_context")),
         "error": None if error is None else _build("error", HeldOutError, error),
         "engine": _build("engine", SuggestedEngine, given["engine"]),
         "transit": _build("transit", Transit, given["transit"]),
         "transfer": _build("transfer", KvTransferTime, _with_nulls(KvTransferTime, given["transfer"])),
     }
-    return Profile(**{**given, **parts})
+    return Profile(**{**given, **parts, "version": VERSION})
 
 
 def step_time_to_dict(step_time: StepTime) -> dict[str, Any]:
-    """Return a step time as plain data."""
+    """Return a step time as plain data; shares and grids only where it has them."""
     numbers: dict[str, Any] = {name: getattr(step_time, name) for name in NUMBERS}
-    curves = {name: {"x": list(curve.x), "y": list(curve.y)} for name, curve in _curves_of(step_time).items()}
-    return numbers | curves
+    curves = {name: getattr(step_time, name) for name in (*CURVES, *SHARES)}
+    plain = {name: _plain(curve) for name, curve in curves.items() if name in CURVES or curve != ZERO}
+    grids = {name: getattr(step_time, name) for name in GRIDS}
+    return numbers | plain | {name: _plain(grid) for name, grid in grids.items() if grid != NO_GRID}
 
 
 def step_time_from_dict(data: object) -> StepTime:
     """Build a step time from plain data; errors name the field, such as `step_time.decode_slope.x`."""
-    given = dict(_require_fields("step_time", data, [*NUMBERS, *CURVES]))
-    for name in CURVES:
-        given[name] = _curve_from_dict(f"step_time.{name}", given[name])
+    if isinstance(data, Mapping):
+        data = {**{name: _plain(ZERO) for name in SHARES}, **{name: _plain(NO_GRID) for name in GRIDS}, **data}
+    given = dict(_require_fields("step_time", data, [*NUMBERS, *CURVES, *SHARES, *GRIDS]))
+    for name in (*CURVES, *SHARES):
+        given[name] = _under(path := f"step_time.{name}", Curve, _lists(path, given[name], ["x", "y"]))
+    for name in GRIDS:
+        path = f"step_time.{name}"
+        lists = _lists(path, given[name], ["x", "y", "z"])
+        rows = {str(number): row for number, row in enumerate(lists["z"])}
+        lists["z"] = tuple(_lists(f"{path}.z", rows, list(rows)).values())
+        given[name] = _under(path, Grid, lists)
     return _under("step_time", StepTime, given)
 
 
-def _curves_of(step_time: StepTime) -> dict[str, Curve]:
-    return {name: getattr(step_time, name) for name in CURVES}
-
-
-def _curve_from_dict(path: str, data: object) -> Curve:
-    given = _require_fields(path, data, ["x", "y"])
-    for name in ("x", "y"):
+def _lists(path: str, data: object, names: list[str]) -> dict[str, Any]:
+    given = _require_fields(path, data, names)
+    for name in names:
         if not isinstance(given[name], list | tuple):
             raise ValueError(f"{path}.{name}: must be a list of numbers, not {type(given[name]).__name__}")
-    return _under(path, Curve, {name: tuple(given[name]) for name in ("x", "y")})
+    return {name: tuple(given[name]) for name in names}
 
 
 def _plain(value: object) -> dict[str, Any]:
@@ -276,9 +305,10 @@ def _known(value: object) -> dict[str, Any]:
     return {name: given for name, given in _plain(value).items() if given is not None}
 
 
-def _with_nulls(kind: type, data: object) -> object:
-    """Add the fields that are left out, as None."""
-    return {**{spec.name: None for spec in fields(kind)}, **data} if isinstance(data, Mapping) else data
+def _with_nulls(kind: type, data: object, *names: str) -> object:
+    """Add the named fields, by default all, where they are left out, as None."""
+    left_out = dict.fromkeys(names or [spec.name for spec in fields(kind)])
+    return {**left_out, **data} if isinstance(data, Mapping) else data
 
 
 def _build(path: str, kind: Callable[..., T], data: object) -> T:
@@ -299,8 +329,12 @@ def _require_fields(path: str, data: object, names: list[str], required_first: s
     prefix = f"{path}." if path else ""
     if not isinstance(data, Mapping):
         raise ValueError(f"{path or 'profile'}: must be an object, not {type(data).__name__}")
-    if required_first is not None and data.get(required_first, VERSION) != VERSION:
-        raise ValueError(f"{required_first}: this release reads version {VERSION}, not {data[required_first]!r}")
+    if required_first is not None:
+        version = data.get(required_first, VERSION)
+        if isinstance(version, bool) or version not in (FIRST_VERSION, VERSION):
+            raise ValueError(
+                f"{required_first}: this release reads versions {FIRST_VERSION} and {VERSION}, not {version!r}"
+            )
     unknown = sorted(str(name) for name in data if name not in names)
     if unknown:
         raise ValueError(f"{prefix}{unknown[0]}: unknown field")

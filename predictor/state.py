@@ -10,7 +10,7 @@ import numpy as np
 from predictor.compiled import kernel, small_kernel
 from predictor.config import BIDIRECTIONAL, FETCHING_ROLES, HOLDING_ROLES, KV_LAYOUTS, RECOMPUTE, EngineConfig
 from predictor.request import LEGS
-from predictor.step_time import Costs
+from predictor.step_time import NUM_REGIONS, Costs
 
 NONE = -1  # no request, no block, no time
 
@@ -80,6 +80,7 @@ ENGINE = np.dtype(
         # the engine thread's clock: the end of the last step whose outputs it has processed
         ("now_s", "f8"),
         ("pace", "f8"),  # real over predicted step time
+        ("region_pace", "f8", (NUM_REGIONS,)),  # of the steps of each batch region, over `pace`
         # queues
         ("num_running", "i8"),
         ("num_waiting", "i8"),
@@ -104,6 +105,7 @@ ENGINE = np.dtype(
         ("num_steps", "i8"),
         ("num_preemptions", "i8"),
         ("decodes_since_look", "i8"),
+        ("unmeasured_s", "f8"),  # in steps whose batches lie outside of what the profile measured
         ("steady", "i8"),  # the last step repeats until a request finishes or arrives, or blocks run out
         ("steady_limit_s", "f8"),  # it repeats only while it takes no longer
         ("fruitless_preemptions", "i8"),  # preemptions since a request last produced a token
@@ -351,6 +353,7 @@ def allocate(
     engine.estimator_momentum = config.estimator_momentum
     engine.estimator_seed = config.estimator_seed
     engine.pace = engine.correction = engine.transfer_pace = 1.0
+    engine.region_pace = 1.0
     engine.fetches = config.kv_role in FETCHING_ROLES
     engine.drops_stale = config.kv_role in HOLDING_ROLES
     engine.defers_frees = engine.fetches and config.pipeline_depth > 1

@@ -7,7 +7,7 @@ import numpy as np
 from predictor import blocks, estimator, queues
 from predictor.compiled import kernel, small_kernel
 from predictor.state import FINISHED, PENDING, RUNNING, WAITING, State
-from predictor.step_time import step_seconds
+from predictor.step_time import is_measured, region_of, step_seconds
 
 
 @small_kernel
@@ -89,11 +89,15 @@ def put_in_flight(state: State, start_s: float) -> None:
     step.start_s = start_s
     if engine.num_in_flight > 0:
         step.start_s = max(start_s, state.steps[engine.oldest].end_s)
-    step.pace = engine.pace
-    step.end_s = step.start_s + engine.pace * step_seconds(
+    step.pace = engine.pace * engine.region_pace[region_of(step.num_tokens, step.num_decodes, step.num_prefills)]
+    seconds = step.pace * step_seconds(
         state.costs, step.num_tokens, step.num_sampled, step.num_decodes, step.decode_context,
         step.num_prefills, step.prefill_qq, step.prefill_qkv, step.decode_longest,
     )  # fmt: skip
+    step.end_s = step.start_s + seconds
+    sequences = step.num_decodes + step.num_prefills
+    if not is_measured(state.costs, step.num_tokens, sequences, step.decode_context, step.decode_longest):
+        engine.unmeasured_s += seconds
     if step.num_swapped > 0:  # the copies run beside the step
         step.end_s = max(step.end_s, step.start_s + step.num_swapped * engine.swap_token_s)
     engine.num_in_flight += 1

@@ -140,6 +140,7 @@ FORECAST_FIELDS: Mapping[str, Callable[[Any], Any]] = {
     "gain_before": attrgetter("gain_before"),
     "gain_after": attrgetter("gain_after"),
     "least_slack_s": attrgetter("least_slack_s"),
+    "predicted_unmeasured": attrgetter("unmeasured"),
 }
 UNKNOWN = SimpleNamespace(**dict.fromkeys((one.name for one in fields(Forecast)), None))
 

@@ -165,6 +165,7 @@ OTHERS = (
     _forecast("gain_before", "gain", "weights of tokens that come by their deadlines there, in sum, without this one"),
     _forecast("gain_after", "gain", "the same with this request"),
     _forecast("least_slack_s", "s", "to its deadline at which a token comes there, at least; of requests not late yet"),
+    _forecast("predicted_unmeasured", "ratio", "of the forecast's time in batches outside of the profile's range"),
 )
 
 STRICTEST_S, LOOSEST_S = 1e-3, 10.0  # TPOT targets beyond these are all the same

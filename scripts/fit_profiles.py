@@ -18,7 +18,7 @@ from predictor.fitting.iteration_table import (
     read_iteration_table,
     with_attention,
 )
-from predictor.fitting.kernel_tables import MAX_BATCH_CONTEXT, kernel_table_profile
+from predictor.fitting.kernel_tables import kernel_table_profile
 from predictor.fitting.roofline import BLOCK_SIZE, GPUS, ModelShape, model_shape, num_gpu_blocks
 from predictor.fitting.vidur_tables import (
     error_of_layers,
@@ -287,8 +287,8 @@ def _rtxpro6000(
         engine=engine,
         transfer=_copied(shape, tensor_parallel),
         source=(
-            "LLMServingSim's kernel tables (profiles/llmservingsim, vLLM 0.19.0, without communication), batches of at "
-            f"most {MAX_BATCH_CONTEXT:,} tokens of context; the error is theirs. Calibrated by replaying the first "
+            "LLMServingSim's kernel tables (profiles/llmservingsim, vLLM 0.19.0, without communication), "
+            "interpolated; the error is that of regions left out. Calibrated by replaying the first "
             f"{CALIBRATION_REQUESTS} requests of the measured run ({meaning}): {found}."
         ),
     )

@@ -238,10 +238,10 @@ def _costs(costs: Sequence[Costs]) -> Costs:
     """Stack tables of different lengths; entries beyond an engine's limits are never read."""
     tokens, counts = max(len(one.by_tokens) for one in costs), max(len(one.by_count) for one in costs)
     by_tokens = np.zeros((len(costs), tokens))
-    by_count = np.zeros((len(costs), counts, costs[0].by_count.shape[1]))
+    by_count = np.zeros((len(costs), counts, max(one.by_count.shape[1] for one in costs)))
     for index, one in enumerate(costs):
         by_tokens[index, : len(one.by_tokens)] = one.by_tokens
-        by_count[index, : len(one.by_count)] = one.by_count
+        by_count[index, : len(one.by_count), : one.by_count.shape[1]] = one.by_count
     return Costs(coefficients=np.stack([one.coefficients for one in costs]), by_tokens=by_tokens, by_count=by_count)
 
 

@@ -36,6 +36,7 @@ def copy_as_known(fleet: EngineArrays, index: int, source: State, target: State,
     copy_into(target, source)
     engine, instance, slots = target.engine[0], fleet.instances[index], fleet.slots[index]
     engine.least_slack_s = np.inf
+    engine.unmeasured_s = 0.0
     size = len(target.pending)
     position = 0
     while position < engine.num_pending:
@@ -137,6 +138,7 @@ def start_lookahead(source: State, lookahead: State) -> None:
     copy_into(lookahead, source)
     engine = lookahead.engine[0]
     engine.least_slack_s = np.inf
+    engine.unmeasured_s = 0.0
     for position in range(engine.num_pending):
         slot = lookahead.pending[queues.at(engine.pending_head, position, len(lookahead.pending))]
         lookahead.requests[slot].serial = NONE

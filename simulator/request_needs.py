@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from predictor.step_time import StepTime
+from predictor.step_time import StepTime, least_prefill_per_pair
 from scheduler.instances import BOTH
 from simulator.fleet import InstanceSpec
 from simulator.step_shapes import StepShapes, step_shapes
@@ -125,7 +125,8 @@ def _reused_tokens(lengths: RequestLengths) -> Floats:
 
 def _prefill_attention_s(step_time: StepTime, computed: Floats, reused: Floats, chunk: int) -> Floats:
     """Return the least seconds of attention of prompts, however they are split into chunks of at most `chunk`."""
-    pairs = step_time.prefill_qkv_s * (computed**2 / 2 + computed * reused)
+    pair_s = step_time.prefill_qkv_s + least_prefill_per_pair(step_time, chunk)
+    pairs = pair_s * (computed**2 / 2 + computed * reused)
     squares = step_time.prefill_qq_s - step_time.prefill_qkv_s / 2  # per square of the length of a chunk
     least = computed if squares >= 0 else computed * np.minimum(computed, chunk)
     return np.maximum(0.0, pairs + squares * least)

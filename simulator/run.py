@@ -57,6 +57,7 @@ FORECAST_FIELDS = {
     "gain_before": "gain_before",
     "gain_after": "gain_after",
     "least_slack_s": "least_slack_s",
+    "predicted_unmeasured": "unmeasured",
 }
 
 AVERAGED = {"predicted_attained", "others_missed", "gain_before", "gain_after"}  # over a request's lengths

@@ -23,16 +23,13 @@ import numpy.typing as npt
 
 from predictor.gain import NO_TIER
 from predictor.step_time import (
+    ALONE,
+    BESIDE,
     CONSTANT,
-    DECODE_BASE,
-    DECODE_LONGEST,
-    DECODE_SLOPE,
-    MIXED_BASE,
-    MIXED_LONGEST,
-    MIXED_SLOPE,
     PREFILL,
     PREFILL_TOKEN,
     SAMPLED,
+    mean_context_seconds,
     tabulate,
 )
 from simulator.fleet import InstanceSpec
@@ -219,10 +216,6 @@ class _SteadyModel:
         seconds += by_count[:, SAMPLED] + prefills * costs.coefficients[PREFILL]
         seconds += prompts * costs.coefficients[PREFILL_TOKEN]
 
-        def attention(base: int, slope: int, longest: int) -> Floats:
-            return by_count[:, base] + (by_count[:, slope] * decodes + by_count[:, longest]) * context
-
-        alone = attention(DECODE_BASE, DECODE_SLOPE, DECODE_LONGEST)
-        beside = attention(MIXED_BASE, MIXED_SLOPE, MIXED_LONGEST)
+        alone, beside = (mean_context_seconds(costs, context, first)[rows] for first in (ALONE, BESIDE))
         found: Floats = self._pace * (seconds + (decodes > 0) * (prefills * beside + (1 - prefills) * alone))
         return found

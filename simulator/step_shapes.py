@@ -7,19 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from predictor.step_time import (
-    CONSTANT,
-    DECODE_BASE,
-    DECODE_LONGEST,
-    DECODE_SLOPE,
-    MIXED_BASE,
-    MIXED_LONGEST,
-    MIXED_SLOPE,
-    PREFILL,
-    PREFILL_TOKEN,
-    SAMPLED,
-    tabulate,
-)
+from predictor.step_time import ALONE, BESIDE, CONSTANT, PREFILL, PREFILL_TOKEN, SAMPLED, context_line, tabulate
 from simulator.fleet import InstanceSpec
 
 Floats = npt.NDArray[np.float64]
@@ -29,8 +17,8 @@ Floats = npt.NDArray[np.float64]
 class StepShapes:
     """Steps with so many decodes and prompt tokens, and with no context to read or all that fits.
 
-    `seconds` leaves out the attention of prefill chunks. All other steps lie between these: step times are linear in
-    context, and in prompt tokens between the knots of the step time.
+    `seconds` leaves out the attention of prefill chunks. All other steps lie between these, or take longer: step times
+    are linear in prompt tokens between the knots of the step time, and never below a line in context.
     """
 
     decodes: Floats
@@ -70,12 +58,11 @@ def step_shapes(spec: InstanceSpec, *, max_context: float | None = None, shares_
     sampled = np.minimum.accumulate(costs.by_count[::-1, SAMPLED])[::-1]
     seconds = costs.coefficients[CONSTANT] + costs.by_tokens[decodes + prompts] + sampled[decodes]
     seconds += with_prompt * (costs.coefficients[PREFILL] + costs.coefficients[PREFILL_TOKEN] * prompts)
-    by_count = costs.by_count[decodes]
     some = decodes > 0
-    seconds += some * np.where(with_prompt, by_count[:, MIXED_BASE], by_count[:, DECODE_BASE])
     # the longest context is at least the mean
-    longest = np.where(with_prompt, by_count[:, MIXED_LONGEST], by_count[:, DECODE_LONGEST]) / np.maximum(1, decodes)
-    per_context_s = np.where(with_prompt, by_count[:, MIXED_SLOPE], by_count[:, DECODE_SLOPE]) + longest
+    (alone_s, alone_slope), (beside_s, beside_slope) = (context_line(costs, first) for first in (ALONE, BESIDE))
+    seconds += some * np.where(with_prompt, beside_s[decodes], alone_s[decodes])
+    per_context_s = np.where(with_prompt, beside_slope[decodes], alone_slope[decodes])
     most = decodes * (spec.config.max_model_len if max_context is None else max_context)
     if not shares_blocks:
         most = np.minimum(most, (spec.config.num_gpu_blocks - 1) * spec.config.block_size)

@@ -15,13 +15,14 @@ from predictor.compiled import kernel, small_kernel
 from predictor.state import RUNNING, WAITING, State
 from predictor.step_time import (
     CONSTANT,
-    DECODE_BASE,
-    DECODE_SLOPE,
+    LEAST_PREFILL,
     PREFILL_KV,
     PREFILL_QKV,
     PREFILL_QQ,
     PREFILL_TOKEN,
     SAMPLED,
+    interpolated_prefill_s,
+    mean_context_line,
     step_seconds,
 )
 
@@ -125,8 +126,8 @@ def unit_costs_s(state: State) -> tuple[float, float, float, float]:
     most_tokens, most_sequences = engine.max_num_batched_tokens, engine.max_num_seqs
     token_s = (costs.by_tokens[most_tokens] - costs.by_tokens[1]) / max(1, most_tokens - 1)
     sequence_s = (costs.by_count[most_sequences, SAMPLED] - costs.by_count[0, SAMPLED]) / most_sequences
-    decode_s = costs.by_count[most_sequences, DECODE_BASE] / most_sequences
-    return token_s, sequence_s, decode_s, costs.by_count[most_sequences, DECODE_SLOPE]
+    base_s, context_s = mean_context_line(costs, most_sequences)
+    return token_s, sequence_s, base_s / most_sequences, context_s
 
 
 @small_kernel
@@ -141,7 +142,9 @@ def prefill_s(state: State, num_tokens: float, before: int) -> float:
     """Return the attention's part of a prefill of `num_tokens` tokens behind `before` others."""
     coefficients = state.costs.coefficients
     seconds = coefficients[PREFILL_TOKEN] * num_tokens + coefficients[PREFILL_QQ] * num_tokens * num_tokens
-    return seconds + coefficients[PREFILL_QKV] * num_tokens * before + coefficients[PREFILL_KV] * before
+    seconds += coefficients[PREFILL_QKV] * num_tokens * before + coefficients[PREFILL_KV] * before
+    interpolated_s = interpolated_prefill_s(state.costs, num_tokens, num_tokens * num_tokens, num_tokens * before)
+    return seconds + max(0.0, interpolated_s - coefficients[LEAST_PREFILL])
 
 
 @small_kernel

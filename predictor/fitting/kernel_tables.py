@@ -1,25 +1,23 @@
-"""Fits a step time to LLMServingSim's kernel tables: kernels per layer times layers, plus kernels per step."""
+"""Makes a step time of LLMServingSim's kernel tables: kernels per layer times layers, plus kernels per step."""
 
 from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
+from predictor.fitting.attention_grids import attention_grids, with_waiting
 from predictor.fitting.regression import (
     Array,
     Steps,
-    StepShape,
     equal_decodes,
     error_of,
     extend_curve,
-    fit,
-    held_out,
-    joined,
     predict,
     thin_curve,
 )
@@ -44,10 +42,14 @@ OPTIONAL = {"qk_norm"}
 PER_STEP = ("embedding", "final_layernorm")
 PER_SEQUENCE = ("lm_head", "sampler")
 
-# The range of serving: the table also has 128 decodes of 16k tokens, which fit into no GPU's memory.
+# The range of serving, where the error is stated and what cannot be interpolated is fitted: the table also has 128
+# decodes of 16k tokens, which fit into no GPU's memory.
 MAX_BATCH_CONTEXT = 200_000
-MAX_DECODE_CONTEXT = 6_000
-MAX_PREFILL_CONTEXT = 6_000
+MAX_DECODE_CONTEXT = 8_192
+MAX_PREFILL_CONTEXT = 8_192
+# Of unequal decodes, batches with at most this share of long ones: in serving few are several times the mean.
+LONG_SHARE = 1 / 16
+TILES = (1, 16, 32, 64, 128, 256)  # of tokens in matrix products
 SKEW_COLUMNS = ("pc", "kp", "n", "nb", "kvs", "kv_big", "t_skew_us")
 # The skew table sums its three iterations: its `t_max_us` is thrice what the attention table has for the same batch.
 SKEW_ITERATIONS = 3
@@ -83,30 +85,29 @@ def read_kernel_tables(folder: Path) -> KernelTables:
 def fit_kernel_tables(
     tables: KernelTables, *, num_layers: int, kv_heads_per_gpu: int, num_sms: int
 ) -> tuple[StepTime, HeldOutError, ValidRange]:
-    """Fit a step time; its error is that of whole steps composed from attention rows held out of the fit."""
-    one_wave, two_waves = _straggling(kv_heads_per_gpu, num_sms)
-    attention = _visited(tables, one_wave, two_waves)
-    unseen = held_out(len(attention))
-    tokens, dense = _dense_seconds(tables, num_layers)
-    sequences, sampling = _sum_of(tables.per_sequence, dict.fromkeys(PER_SEQUENCE, 1))
-    rest = np.interp(attention.num_tokens, tokens, dense) + np.interp(attention.num_sampled, sequences, sampling)
-    layered = replace(attention, seconds=attention.seconds * num_layers)
-    whole = replace(layered, seconds=layered.seconds + rest)
-
-    seen_tokens = ~held_out(len(tokens)) | np.isin(tokens, (tokens[0], tokens[-1]))
-    by_attention = fit(layered.where(~unseen), _attention_shape(one_wave, two_waves), scale=whole.seconds[~unseen])
-    step_time = replace(
-        by_attention,
-        by_tokens=extend_curve(thin_curve(tokens[seen_tokens], dense[seen_tokens], tolerance=TOLERANCE), factor=TAIL),
-        by_sequences=thin_curve(sequences, sampling, tolerance=TOLERANCE),
-    )
-    test = whole.where(unseen)
+    """Interpolate a step time; its error is that of whole steps in regions of the tables that were left out."""
+    unsplit = _unsplit(kv_heads_per_gpu, num_sms)
+    attention = tables.attention
+    step_time = _interpolated(tables, num_layers, unsplit)
+    whole = _whole_seconds(tables, attention, num_layers)
+    most_tokens = max(counts[-1] for counts, _ in tables.dense.values())
+    predicted, actual = [], []
+    for left_out, without in _regions(tables):
+        test = left_out & _serving(attention, most_tokens)
+        if np.any(test):
+            made = _interpolated(without, num_layers, unsplit)
+            predicted.append(predict(made, attention.where(test)))
+            actual.append(whole[test])
+    if not predicted:
+        raise ValueError("attention.csv: has too few batches to leave some out, so the error is unknown")
+    alone = attention.num_prefills == 0
     valid = ValidRange(
-        max_tokens=int(tokens[-1]),
+        max_tokens=int(most_tokens),
         max_sequences=int(attention.num_decodes.max()),
-        max_context_tokens=MAX_BATCH_CONTEXT,
+        max_context_tokens=int(attention.decode_context[alone].max()),
+        max_sequence_context=int(attention.decode_longest.max()),
     )
-    return step_time, error_of(predict(step_time, test), test.seconds), valid
+    return step_time, error_of(np.concatenate(predicted), np.concatenate(actual)), valid
 
 
 def kernel_table_profile(
@@ -132,7 +133,7 @@ def kernel_table_profile(
         valid=valid,
         error=error,
         source=(
-            f"kernel tables ({'/'.join(folder.parts[-4:])}), batches of up to {MAX_BATCH_CONTEXT:,} tokens of context; "
+            f"kernel tables ({'/'.join(folder.parts[-4:])}), interpolated; the error is that of regions left out; "
             "neither CPU time nor communication"
         ),
         engine=SuggestedEngine(
@@ -141,44 +142,107 @@ def kernel_table_profile(
     )
 
 
-def _straggling(kv_heads_per_gpu: int, num_sms: int) -> tuple[int, int]:
-    """Return the number of decodes from which contexts are not split, and that whose blocks fill the GPU twice."""
-    at_once = BLOCKS_PER_SM * num_sms
-    return math.ceil(SPLIT_BELOW * at_once / kv_heads_per_gpu), 2 * at_once // kv_heads_per_gpu
-
-
-def _attention_shape(one_wave: int, two_waves: int) -> StepShape:
-    """Return the shape of the cost of attention.
-
-    Decodes alone wait for their longest sequence where no sequence is split and all run at once; the more of them run,
-    the smaller is this effect. Beside prefill chunks no sequence is split, and decodes always wait.
-    """
-    return StepShape(
-        numbers=("prefill_s", "prefill_token_s", "prefill_qq_s", "prefill_qkv_s", "prefill_kv_s", "mixed_grid_s"),
-        decode_base=(1, 2, 4, 8, 16, 32, 64, 128, 256),
-        decode_slope=(1, 2, 4, 8, 16, 32, 64, 128, 256),
-        decode_longest=(one_wave - 1, one_wave, two_waves),
-        mixed_base=(1, 2, 4, 8, 16, 32, 64, 128),
-        mixed_slope=(1, 2, 4, 8, 16, 32, 64, 128),
-        mixed_longest=(64, 128),
-        zeros={"decode_longest": (one_wave - 1, two_waves)},
+def _interpolated(tables: KernelTables, num_layers: int, unsplit: tuple[int, int]) -> StepTime:
+    """Return the step time that interpolates the tables."""
+    tokens, dense = _dense_seconds(tables, num_layers)
+    sequences, sampling = _sum_of(tables.per_sequence, dict.fromkeys(PER_SEQUENCE, 1))
+    measured = replace(tables.attention, seconds=tables.attention.seconds * num_layers)
+    step_time = attention_grids(
+        measured, scale=_whole_seconds(tables, tables.attention, num_layers), serving=_serving(measured, tokens[-1])
+    )
+    unequal = tables.skewed.where(_serving(tables.skewed, tokens[-1]))
+    step_time = with_waiting(
+        step_time,
+        replace(unequal, seconds=unequal.seconds * num_layers),
+        scale=_whole_seconds(tables, unequal, num_layers),
+        unsplit=unsplit,
+    )
+    every = np.arange(tokens[0], tokens[-1] + 1)
+    padded = _within_tiles(every, tokens, dense, _tile(tokens, dense))
+    return replace(
+        step_time,
+        by_tokens=extend_curve(thin_curve(every, padded, tolerance=TOLERANCE), factor=TAIL),
+        by_sequences=thin_curve(sequences, sampling, tolerance=TOLERANCE),
     )
 
 
-def _visited(tables: KernelTables, one_wave: int, two_waves: int) -> Steps:
-    """Choose the batches that occur in serving.
+def _tile(tokens: Array, seconds: Array) -> int:
+    """Return the number of tokens to which matrix products are padded.
 
-    Batches of unequal decodes alone are used only where the shape has a coefficient for their waiting. Elsewhere the
-    table has an effect of 2 to 10 % with one long sequence in sixteen; measured runs, with one in a hundred, have none.
+    It is the one with the least error of interpolation within tiles, at counts that are left out.
     """
-    skewed = tables.skewed
-    explained = (skewed.num_decodes >= one_wave) & (skewed.num_decodes < two_waves)
-    steps = joined(tables.attention, skewed.where((skewed.num_prefills > 0) | explained))
-    return steps.where(
-        (steps.decode_context <= MAX_BATCH_CONTEXT)
+    errors = {}
+    for tile in TILES:
+        errors[tile] = 0.0
+        for first in (1, 2):
+            gone = np.zeros(len(tokens), np.bool_)
+            gone[first:-1:2] = True
+            found = _within_tiles(tokens[gone], tokens[~gone], seconds[~gone], tile)
+            errors[tile] += float(np.sum(np.abs(found / seconds[gone] - 1)))
+    return min(TILES, key=lambda tile: errors[tile])
+
+
+def _within_tiles(counts: Array, tokens: Array, seconds: Array, tile: int) -> Array:
+    """Interpolate between counts of the same number of tiles; between all counts where a tile has none."""
+    found = np.interp(counts, tokens, seconds)
+    if tile == 1:
+        return found
+    for number in np.unique(np.ceil(tokens / tile)):
+        measured, wanted = (np.ceil(values / tile) == number for values in (tokens, counts))
+        found[wanted] = np.interp(counts[wanted], tokens[measured], seconds[measured])
+    return found
+
+
+def _whole_seconds(tables: KernelTables, steps: Steps, num_layers: int) -> Array:
+    """Return the seconds of whole steps whose attention in one layer was measured."""
+    tokens, dense = _dense_seconds(tables, num_layers)
+    sequences, sampling = _sum_of(tables.per_sequence, dict.fromkeys(PER_SEQUENCE, 1))
+    rest = _within_tiles(steps.num_tokens, tokens, dense, _tile(tokens, dense))
+    rest += np.interp(steps.num_sampled, sequences, sampling)
+    return np.asarray(steps.seconds * num_layers + rest)
+
+
+def _serving(steps: Steps, most_tokens: float) -> NDArray[np.bool_]:
+    """Choose the batches that occur in serving, and whose dense kernels were measured."""
+    return np.asarray(
+        (steps.num_tokens <= most_tokens)
+        & (steps.decode_context <= MAX_BATCH_CONTEXT)
         & (steps.decode_longest <= MAX_DECODE_CONTEXT)
         & (steps.prefill_qkv <= MAX_PREFILL_CONTEXT * steps.prefill_tokens)
     )
+
+
+def _regions(tables: KernelTables) -> Iterator[tuple[NDArray[np.bool_], KernelTables]]:
+    """Leave out every second measured count, but not the first and the last, of each kind of count in turn.
+
+    What is left out lies in the middle between its neighbours, so this is the error of interpolation over two steps of
+    the tables' grid.
+    """
+    attention = tables.attention
+    before = attention.prefill_qkv / np.maximum(1.0, attention.prefill_tokens)
+    for values in (attention.num_decodes, attention.decode_longest, attention.prefill_tokens, before):
+        counts = np.unique(values[values > 0])
+        for first in (1, 2):
+            left_out = np.isin(values, counts[first:-1:2])
+            yield left_out, replace(tables, attention=attention.where(~left_out))
+    tokens = next(iter(tables.dense.values()))[0]
+    for first in (1, 2):
+        gone = tokens[first:-1:2]
+        dense = {
+            name: (counts[~np.isin(counts, gone)], seconds[~np.isin(counts, gone)])
+            for name, (counts, seconds) in tables.dense.items()
+        }
+        yield np.isin(attention.num_tokens, gone), replace(tables, dense=dense)
+
+
+def _unsplit(kv_heads_per_gpu: int, num_sms: int) -> tuple[int, int]:
+    """Return the number of decodes from which contexts are not split, and that whose blocks fill the GPU twice.
+
+    With more decodes than the second, the skew table has an effect of 2 to 4 % of a step, measured runs have none:
+    there the longest sequences are the oldest, which come first.
+    """
+    at_once = BLOCKS_PER_SM * num_sms
+    return math.ceil(SPLIT_BELOW * at_once / kv_heads_per_gpu), 2 * at_once // kv_heads_per_gpu
 
 
 def _dense_seconds(tables: KernelTables, num_layers: int) -> tuple[Array, Array]:
@@ -234,10 +298,12 @@ def _read_attention(path: Path) -> Steps:
 
 
 def _read_skewed_attention(path: Path) -> Steps:
-    """Read attention times of batches with unequal decodes, as in serving: `nb` long ones among short ones."""
+    """Read attention times of batches with unequal decodes, as in serving: few long ones (`nb`) among short ones."""
     with path.open(newline="", encoding="utf-8") as lines:
         rows = list(csv.DictReader(lines))
     column = {name: np.array([float(row[name]) for row in rows]) for name in SKEW_COLUMNS}
+    few = column["nb"] <= np.maximum(1, LONG_SHARE * column["n"])
+    column = {name: values[few] for name, values in column.items()}
     chunk, decodes, long_decodes = column["pc"], column["n"], column["nb"]
     prefills = (chunk > 0).astype(float)
     return Steps(

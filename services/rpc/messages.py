@@ -216,6 +216,7 @@ def forecast_from(message: common_pb2.Forecast) -> Forecast:
         gain_before=_delay(message, "gain_before"),
         gain_after=_delay(message, "gain_after"),
         least_slack_s=_delay(message, "least_slack_s"),
+        unmeasured=_unmeasured(message),
     )
 
 
@@ -225,6 +226,12 @@ def _attained(message: common_pb2.Forecast) -> float:
     if not 0 <= message.attained <= 1:
         raise ValueError(f"forecast.attained: must be from 0 to 1, not {message.attained}")
     return message.attained
+
+
+def _unmeasured(message: common_pb2.Forecast) -> float:
+    if not 0 <= message.unmeasured <= 1:
+        raise ValueError(f"forecast.unmeasured: must be from 0 to 1, not {message.unmeasured}")
+    return message.unmeasured
 
 
 def _delay(message: common_pb2.Forecast, name: str) -> float | None:
@@ -270,6 +277,7 @@ def forecast_message(forecast: Forecast) -> common_pb2.Forecast:
         gain_before=forecast.gain_before,
         gain_after=forecast.gain_after,
         least_slack_s=forecast.least_slack_s,
+        unmeasured=forecast.unmeasured,
     )
 
 

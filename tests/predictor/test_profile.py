@@ -195,7 +195,7 @@ def without(path: str) -> Callable[[dict[str, Any]], None]:
 @pytest.mark.parametrize(
     ("change", "error"),
     [
-        (changed("version", 2), "version: this release reads version 1, not 2"),
+        (changed("version", 3), "version: this release reads versions 1 and 2, not 3"),
         (changed("version", "1"), "version: "),
         (changed("version", True), "version: "),
         (without("version"), "version: missing"),

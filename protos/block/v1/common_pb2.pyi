@@ -557,6 +557,7 @@ class Forecast(_message.Message):
     GAIN_BEFORE_FIELD_NUMBER: _builtins.int
     GAIN_AFTER_FIELD_NUMBER: _builtins.int
     LEAST_SLACK_S_FIELD_NUMBER: _builtins.int
+    UNMEASURED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     ttft_s: _builtins.float
     """to the first token"""
@@ -594,6 +595,8 @@ class Forecast(_message.Message):
     """with it"""
     least_slack_s: _builtins.float
     """the least time to its deadline at which a token comes, of any request whose"""
+    unmeasured: _builtins.float
+    """The share of its time in steps whose batches lie outside of what the profile of the engine measured, from 0 to 1."""
     def __init__(
         self,
         *,
@@ -614,10 +617,11 @@ class Forecast(_message.Message):
         gain_before: _builtins.float | None = ...,
         gain_after: _builtins.float | None = ...,
         least_slack_s: _builtins.float | None = ...,
+        unmeasured: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_attained", b"_attained", "_delay_sum_s", b"_delay_sum_s", "_delay_worst_s", b"_delay_worst_s", "_fetched_s", b"_fetched_s", "_gain_after", b"_gain_after", "_gain_before", b"_gain_before", "_least_slack_s", b"_least_slack_s", "_others_missed", b"_others_missed", "_others_preempted", b"_others_preempted", "attained", b"attained", "delay_sum_s", b"delay_sum_s", "delay_worst_s", b"delay_worst_s", "fetched_s", b"fetched_s", "gain_after", b"gain_after", "gain_before", b"gain_before", "least_slack_s", b"least_slack_s", "others_missed", b"others_missed", "others_preempted", b"others_preempted"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_attained", b"_attained", "_delay_sum_s", b"_delay_sum_s", "_delay_worst_s", b"_delay_worst_s", "_fetched_s", b"_fetched_s", "_gain_after", b"_gain_after", "_gain_before", b"_gain_before", "_least_slack_s", b"_least_slack_s", "_others_missed", b"_others_missed", "_others_preempted", b"_others_preempted", "attained", b"attained", "delay_sum_s", b"delay_sum_s", "delay_worst_s", b"delay_worst_s", "e2e_s", b"e2e_s", "fetched_s", b"fetched_s", "gain_after", b"gain_after", "gain_before", b"gain_before", "least_slack_s", b"least_slack_s", "num_preemptions", b"num_preemptions", "others_missed", b"others_missed", "others_preempted", b"others_preempted", "output_tokens", b"output_tokens", "prefix_hit_tokens", b"prefix_hit_tokens", "queue_s", b"queue_s", "request_id", b"request_id", "tpot_s", b"tpot_s", "ttft_s", b"ttft_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_attained", b"_attained", "_delay_sum_s", b"_delay_sum_s", "_delay_worst_s", b"_delay_worst_s", "_fetched_s", b"_fetched_s", "_gain_after", b"_gain_after", "_gain_before", b"_gain_before", "_least_slack_s", b"_least_slack_s", "_others_missed", b"_others_missed", "_others_preempted", b"_others_preempted", "attained", b"attained", "delay_sum_s", b"delay_sum_s", "delay_worst_s", b"delay_worst_s", "e2e_s", b"e2e_s", "fetched_s", b"fetched_s", "gain_after", b"gain_after", "gain_before", b"gain_before", "least_slack_s", b"least_slack_s", "num_preemptions", b"num_preemptions", "others_missed", b"others_missed", "others_preempted", b"others_preempted", "output_tokens", b"output_tokens", "prefix_hit_tokens", b"prefix_hit_tokens", "queue_s", b"queue_s", "request_id", b"request_id", "tpot_s", b"tpot_s", "ttft_s", b"ttft_s", "unmeasured", b"unmeasured"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__attained: _TypeAlias = _typing.Literal["attained"]  # noqa: Y015
     _WhichOneofArgType__attained: _TypeAlias = _typing.Literal["_attained", b"_attained"]  # noqa: Y015
