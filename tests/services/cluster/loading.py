@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -68,16 +67,3 @@ async def loaded(
                 load.stopping = True
     finally:
         sender.close()
-
-
-def was_flowing_and_ended_clean(result: RequestResult) -> bool:
-    """Return whether a stream began, and then ended in an error of the OpenAI API."""
-    if result.failure != "error event" or result.ttft_s is None:
-        return False
-    return is_error_event(result.note)
-
-
-def is_error_event(text: str) -> bool:
-    """Return whether a text is one error event about a failed engine."""
-    error = json.loads(text.removeprefix("data: "))["error"]
-    return error.keys() == {"message", "type", "param", "code"} and error["type"] == "server_error"
