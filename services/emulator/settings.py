@@ -29,7 +29,10 @@ class EmulatorSettings:
     ] = True
     speed: Annotated[float, "Engine seconds per second."] = 1.0
     noise: Annotated[float, "Relative standard deviation of step times."] = 0.0
-    seed: Annotated[int, "Seed of the noise and of the response lengths."] = 0
+    seed: Annotated[int, "Seed of the noise."] = 0
+    output_seed: Annotated[
+        int, "Seed of the answers and their lengths; engines with the same one answer a prompt alike, as replicas do."
+    ] = 0
     output_median: Annotated[float, "Median response length in tokens, for requests that do not determine theirs."] = (
         200.0
     )

@@ -380,7 +380,7 @@ def test_answers_depend_on_the_prompt_alone(tmp_path: Path, engine: Emulated) ->
     bodies = [{"prompt": f"how long is {number}", "max_tokens": 900} for number in range(12)]
     lengths = {}
     (tmp_path / "other").mkdir()
-    with emulated(tmp_path) as same, emulated(tmp_path / "other", seed=1) as other:
+    with emulated(tmp_path) as same, emulated(tmp_path / "other", output_seed=1) as other:
         for name, one in (("shared", engine), ("same", same), ("other", other)):
             answers = [one.client.post("/v1/completions", json=body).json() for body in reversed(bodies)]
             lengths[name] = [answer["usage"]["completion_tokens"] for answer in answers]
