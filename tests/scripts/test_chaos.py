@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 
-from scripts import chaos
-from scripts.chaos import MODEL, judged
+from scripts.chaos import MODEL, SERVED, judged
 from services.emulator.openai import COMPLETION, request_from
 from services.emulator.replies import CompletionReply
 
@@ -19,7 +19,7 @@ ASKED["stream_options"] = {"include_usage": True}
 
 def stream() -> bytes:
     """The stream of one engine."""
-    request = request_from(COMPLETION, ASKED, {}, "one", chaos.SERVED)
+    request = request_from(COMPLETION, ASKED, {}, "one", SERVED)
     return CompletionReply(request, 0).events(0, request.answer.num_tokens)
 
 
@@ -35,7 +35,7 @@ def stream() -> bytes:
         (lambda _: b"", "cut short"),
     ],
 )
-def test_an_answer_that_differs_is_found(change, expected: str) -> None:  # type: ignore[no-untyped-def]
+def test_an_answer_that_differs_is_found(change: Callable[[bytes], bytes], expected: str) -> None:
     """A token that is missing or there twice, a wrong usage, and a stream that is cut."""
     assert judged(change(stream()), ASKED) == expected
 
