@@ -39,8 +39,8 @@ def configured(
     listed = "".join(map(ENGINE.format, ENGINES))
     if listed in text:
         text = text.replace(listed, "".join(map(ENGINE.format, engines)))
-    for before, now in ((LISTENER, port), (ADMIN, admin), (PICKER, picker)):
-        text = _replaced(text, f"port_value: {before}}}", f"port_value: {now} }}")
+    for shipped, own in ((LISTENER, port), (ADMIN, admin), (PICKER, picker)):
+        text = _replaced(text, f"port_value: {shipped}}}", f"port_value: {own} }}")
     if not tls:
         text, num = TLS.subn("", text)
         if num != 1:

@@ -16,7 +16,7 @@ from tests.services.endpoint_picker.real_envoy import Envoy, envoy
 pytestmark = [pytest.mark.envoy, pytest.mark.xdist_group("cluster")]
 
 NUM_REQUESTS = 24
-OF_ONE_RUN = re.compile(rb'"(id|created)":\s*[^,]+')
+OF_ONE_RUN = re.compile(rb'"(id|created|cached_tokens)":\s*[^,}]+')
 DECIDE = ("--policy", "random", "--seed", "5", "--schedule-s", "60", "--sidecar-deadline-ms", "20000")
 
 
