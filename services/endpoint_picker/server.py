@@ -75,7 +75,8 @@ async def _serve(
         freeze_imported_objects()
         log_event(
             log, logging.INFO, "serving", server=NAME, host=server.host, port=running.port,
-            health_port=running.health_port, metrics_port=running.metrics_port, tls=settings.secure_serving, instances=len(running.picker.endpoints),
+            health_port=running.health_port, metrics_port=running.metrics_port, tls=settings.secure_serving,
+            instances=len(running.picker.endpoints),
         )  # fmt: skip
         await stop.wait()
         log_event(log, logging.INFO, "draining", server=NAME, requests=len(running.service))
