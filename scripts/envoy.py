@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 ENVOY = Path(os.environ.get("BLOCK_ENVOY", ROOT / ".venv-envoy" / "bin" / "envoy"))
 CONFIGURATIONS = ROOT / "deploy" / "envoy"
 LISTENER, ADMIN, PICKER, ENGINES = 8080, 19000, 9002, (8001, 8002, 8003)  # ports in the configurations
-TLS = re.compile(r"    transport_socket: #.*\n      name: .*\n      typed_config: .*\n")
+TLS = re.compile(r"    transport_socket: #.*\n(?:      .*\n)+")
 ENGINE = "        - endpoint: {{address: {{socket_address: {{address: 127.0.0.1, port_value: {}}}}}}}\n"
 START_S = 20.0
 
@@ -39,8 +39,8 @@ def configured(
     listed = "".join(map(ENGINE.format, ENGINES))
     if listed in text:
         text = text.replace(listed, "".join(map(ENGINE.format, engines)))
-    for before, now in ((LISTENER, port), (ADMIN, admin), (PICKER, picker)):
-        text = _replaced(text, f"port_value: {before}}}", f"port_value: {now} }}")
+    for shipped, own in ((LISTENER, port), (ADMIN, admin), (PICKER, picker)):
+        text = _replaced(text, f"port_value: {shipped}}}", f"port_value: {own} }}")
     if not tls:
         text, num = TLS.subn("", text)
         if num != 1:

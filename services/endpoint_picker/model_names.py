@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 KEY = b'"model"'
@@ -15,16 +16,21 @@ class ModelNames:
 
     def __init__(self, *, of_client: str, of_engine: str) -> None:
         """Take both names."""
-        self._pattern = re.compile(rb'("model"\s*:\s*)"%s"' % re.escape(of_engine.encode()))
-        self._with = rb'\g<1>"%s"' % of_client.encode().replace(b"\\", rb"\\")
+        engine_forms = {_written(of_engine, ascii_only=True), _written(of_engine, ascii_only=False)}
+        self._pattern = re.compile(rb'("model"\s*:\s*)(?:%s)' % b"|".join(map(re.escape, sorted(engine_forms))))
+        self._name = _written(of_client, ascii_only=True)
         self._held = b""
 
     def replaced(self, piece: bytes, *, end: bool) -> bytes:
         """Take a part of the body; return what can be passed on: all of it, but for a name that is not whole."""
-        data = self._pattern.sub(self._with, self._held + piece)
+        data = self._pattern.sub(lambda found: found[1] + self._name, self._held + piece)
         start = len(data) if end else _start_of_name(data)
         self._held = data[start:]
         return data[:start]
+
+
+def _written(name: str, *, ascii_only: bool) -> bytes:
+    return json.dumps(name, ensure_ascii=ascii_only).encode("utf-8", "replace")
 
 
 def _start_of_name(data: bytes) -> int:

@@ -44,6 +44,7 @@ class RunningPicker:
 
     port: int
     health_port: int | None
+    metrics_port: int | None
     picker: Picker
     service: ExternalProcessorService
     is_draining: bool = False
@@ -74,7 +75,8 @@ async def _serve(
         freeze_imported_objects()
         log_event(
             log, logging.INFO, "serving", server=NAME, host=server.host, port=running.port,
-            health_port=running.health_port, tls=settings.secure_serving, instances=len(running.picker.endpoints),
+            health_port=running.health_port, metrics_port=running.metrics_port, tls=settings.secure_serving,
+            instances=len(running.picker.endpoints),
         )  # fmt: skip
         await stop.wait()
         log_event(log, logging.INFO, "draining", server=NAME, requests=len(running.service))
@@ -101,12 +103,12 @@ async def serving(
         seed=decisions.hash_seed,
     )
     async with AsyncExitStack() as stack:
-        stack.enter_context(metrics_served(server, registry))
+        metrics_port = stack.enter_context(metrics_served(server, registry))
         driver = await stack.enter_async_context(placement_driver(decisions, with_addresses(source), registry, poll_s))
         picker = Picker(settings, driver, prompts, metrics)
         service = ExternalProcessorService(picker, settings.max_streams)
         metrics.watch(service.__len__)
-        running = RunningPicker(port=0, health_port=None, picker=picker, service=service)
+        running = RunningPicker(port=0, health_port=None, metrics_port=metrics_port, picker=picker, service=service)
         health = PickerHealth(lambda: not running.is_draining and len(picker.endpoints) > 0)
         limits = CallInterceptor(2 * settings.max_streams, registry, [EXT_PROC])
         main = make_server(max_message_bytes=server.max_message_mib * MEBIBYTE, interceptors=(limits,))

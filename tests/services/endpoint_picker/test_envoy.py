@@ -92,12 +92,19 @@ def test_the_best_endpoint_serves_and_its_reservation_ends(tmp_path: Path, name:
 
 @pytest.mark.parametrize("name", ["override_host", "original_dst"])
 def test_the_shipped_configuration_speaks_tls_to_the_picker(tmp_path: Path, name: str) -> None:
-    """By its self-signed certificate, which Envoy does not verify."""
+    """By its self-signed certificate, which Envoy does not verify; health checks, too."""
     pytest.importorskip("cryptography", reason="needs the package of the extra 'picker'")
 
     async def test() -> None:
         async with behind(tmp_path, completes, name=name, settings={"secure_serving": True}) as (_, proxy):
-            assert (await post(proxy)).json() == COMPLETION
+
+            async def is_healthy() -> bool:
+                return await proxy.stat("cluster.picker.health_check.success") > 0
+
+            await until(is_healthy)
+            response = await post(proxy)
+            assert response.json() == COMPLETION
+            assert response.headers["x-block-instance"] == "a"
 
     run(test)
 
