@@ -7,7 +7,7 @@ held out. A profile that no candidate improves there stays as it is.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from predictor.fitting.regression import error_of, predict, rounded
 from predictor.profile import Profile
-from predictor.step_time import Curve, StepTime
+from predictor.step_time import CURVES, GRIDS, NUMBERS, StepTime
 from simulator.accuracy.replayed_window import compared_requests, measured_times, replayed_times
 from simulator.accuracy.request_errors import relative_errors
 from simulator.accuracy.step_errors import NUM_BLOCKS, PAUSE, STUDENT_T
@@ -65,16 +65,19 @@ def recalibrate(window: ObservedWindow, profile: Profile) -> Recalibration:
 
 def scaled(step_time: StepTime, factor: float, more_s: float = 0.0) -> StepTime:
     """Return a step time multiplied by a factor, with `more_s` in every step."""
-    parts: dict[str, Any] = {}
-    for spec in fields(StepTime):
-        value = getattr(step_time, spec.name)
-        parts[spec.name] = (
-            Curve(x=value.x, y=tuple(rounded(factor * y) for y in value.y))
-            if isinstance(value, Curve)
-            else rounded(factor * value)
-        )
-    parts["constant_s"] = rounded(max(0.0, parts["constant_s"] + more_s))
-    return StepTime(**parts)
+    numbers: dict[str, Any] = {name: rounded(factor * getattr(step_time, name)) for name in NUMBERS}
+    numbers["constant_s"] = rounded(max(0.0, factor * step_time.constant_s + more_s))
+    curves = {name: getattr(step_time, name) for name in CURVES}
+    grids = {name: getattr(step_time, name) for name in GRIDS if name != "mixed_overlap"}  # that one has shares
+    return replace(
+        step_time,
+        **numbers,
+        **{name: replace(curve, y=tuple(rounded(factor * y) for y in curve.y)) for name, curve in curves.items()},
+        **{
+            name: replace(grid, z=tuple(tuple(rounded(factor * z) for z in row) for row in grid.z))
+            for name, grid in grids.items()
+        },
+    )
 
 
 def _without_pauses(steps: ObservedSteps, step_time: StepTime) -> ObservedSteps:
