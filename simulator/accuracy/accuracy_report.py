@@ -47,6 +47,7 @@ def as_json(accuracy: WindowAccuracy, tolerance: float) -> dict[str, Any]:
         "by_concurrency": {one.concurrency: plain_errors(one.errors) for one in accuracy.by_concurrency},
         "steps": {one.name: _without(asdict(one), "phase", "decodes") for one in accuracy.steps},
         "outside_valid_range": accuracy.outside,
+        "forecast_at_arrival": plain_errors(accuracy.forecast),
         "with_measured_pace": plain_errors(accuracy.with_pace),
         "recalibration": None
         if change is None
@@ -110,6 +111,7 @@ def tables(accuracy: WindowAccuracy) -> list[tuple[str, Table]]:
     """Return the tables with their titles; the first row is the head."""
     named: list[tuple[str, Sequence[QuantityErrors] | None]] = [
         ("with the profile", accuracy.errors if len(accuracy.measured) else None),
+        ("forecast at arrival", accuracy.forecast if len(accuracy.measured) else None),
         ("with the measured pace", accuracy.with_pace if len(accuracy.measured) else None),
     ]
     if accuracy.recalibration is not None and accuracy.recalibration.changes and len(accuracy.measured):

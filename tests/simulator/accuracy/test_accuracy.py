@@ -13,7 +13,7 @@ from predictor.snapshot_conversion import snapshot_of
 from simulator.accuracy.accuracy import accuracy_of, verdict
 from simulator.accuracy.accuracy_report import as_html, as_json, as_text
 from simulator.accuracy.recalibration import CONSTANT, FACTOR, scaled
-from simulator.accuracy.replayed_window import compared_requests, measured_times, profile_times
+from simulator.accuracy.replayed_window import compared_requests, forecast_times, measured_times, profile_times
 from simulator.accuracy.request_errors import mean_concurrency
 from simulator.accuracy.step_errors import drift_of, noise_of, pace_of, step_errors
 from simulator.accuracy.window import ABORT, ObservedWindow
@@ -105,6 +105,15 @@ def test_a_window_that_begins_in_the_middle_is_replayed_from_the_engines_state()
     late = compared_requests(window)
     assert 10 < len(late) < len(SERVED) - 10
     np.testing.assert_allclose(profile_times(window, late, A30).e2e_s, measured_times(late).e2e_s, rtol=0, atol=1e-6)
+
+
+def test_a_forecast_at_arrival_knows_no_later_arrivals() -> None:
+    """While nothing arrives later it is the replay; else a lower bound, as later requests only slow a request down."""
+    late = compared_requests(TRUE)
+    forecast, measured = forecast_times(TRUE, late, A30.step_time), measured_times(late)
+    assert (forecast.e2e_s <= measured.e2e_s + 1e-6).all()
+    assert np.median(forecast.e2e_s / measured.e2e_s) < 0.999
+    assert forecast.e2e_s[-1] == pytest.approx(measured.e2e_s[-1], abs=1e-6)
 
 
 def test_requests_that_did_not_end_by_themselves_are_served_but_not_compared() -> None:
