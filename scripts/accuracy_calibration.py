@@ -76,7 +76,12 @@ def compared(seed: int) -> Iterator[dict[str, Any]]:
             for wrong, factor in WRONG.items():
                 start = scaled(tables, factor)
 
-                def replayed(step_time: StepTime, requests: list[RequestFacts] = requests, load: Load = load, output: Any = output) -> MeasuredLatencies:  # noqa: E501
+                def replayed(
+                    step_time: StepTime,
+                    requests: list[RequestFacts] = requests,
+                    load: Load = load,
+                    output: Any = output,
+                ) -> MeasuredLatencies:  # noqa: E501
                     return latencies_of(requests, replay(config_of(load), step_time, requests), output)
 
                 window = np.arange(NUM_REQUESTS) < WINDOW
@@ -108,7 +113,9 @@ def requests_of(load: Load, seed: int) -> list[RequestFacts]:
     prompts = np.clip(draw.lognormal(5.5, 1.0, NUM_REQUESTS), 8, 4000).astype(int)
     outputs = np.clip(draw.lognormal(5.3, 0.8, NUM_REQUESTS), 4, 1500).astype(int)
     return [
-        RequestFacts(request_id=f"r{i:03}", arrival_s=float(arrival), prompt_tokens=int(prompt), output_tokens=int(output))
+        RequestFacts(
+            request_id=f"r{i:03}", arrival_s=float(arrival), prompt_tokens=int(prompt), output_tokens=int(output)
+        )
         for i, (arrival, prompt, output) in enumerate(zip(arrivals, prompts, outputs, strict=True))
     ]
 

@@ -12,11 +12,12 @@ through a gateway and a scheduler that know the true lengths.
   ended first on the chosen instance; `clear_best_share` that of requests whose two latencies differ by more than 5 %;
   `regret` is by how much longer all of them took on the chosen instance than on the better one, relative and in
   seconds, `regret_when_wrong` the median of those that did take longer.
-- `{mode}.{replay|forecast_at_arrival|measured_pace|recalibrated}.{ttft|tpot|e2e}_error`: what the errors are made of,
-  by windows of both engines (as `block observe` records them): the engine model with the requests that arrived, with
-  those that had arrived by then, with steps as slow as the engine's, and with a profile recalibrated on the window.
-  Times are the engine's. `{mode}.steps.{bias|noise|drift}` are those of the step times. `--windows DIR` keeps the
-  windows for `block accuracy`.
+- `{mode}.PART.{ttft|tpot|e2e}_error`: what the errors are made of, by windows of both engines (as `block observe`
+  records them). PART `replay`: the engine model with all requests that arrived; `forecast_at_arrival`: with those that
+  had arrived by then, corrected as schedulers do; `later_arrivals`: the latter against the former, which no profile can
+  avoid; `measured_pace`: with steps as slow as the engine's, so that only arrival times and batching differ;
+  `recalibrated`: with a profile recalibrated on the window. Times are the engine's.
+- `{mode}.steps.{bias|error|noise|drift}`: of the step times. `--windows DIR` keeps the windows for `block accuracy`.
 
 Mode `plugin` reads the state that the engines export; `mirror` is a proxy before engines that export nothing. The model
 is narrow and deep, so that its steps have a large constant cost and a small cost per token, as on a GPU.

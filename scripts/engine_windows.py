@@ -13,6 +13,7 @@ import numpy as np
 from predictor.profile import Profile
 from services.observing.state_file import StateFileObservation
 from services.observing.window_writing import write_window
+from simulator.accuracy.online_correction import corrected
 from simulator.accuracy.recalibration import recalibrate
 from simulator.accuracy.replayed_window import (
     RequestTimes,
@@ -71,13 +72,16 @@ def errors_by_part(windows: Mapping[str, ObservedWindow]) -> list[dict[str, Any]
         measured = measured_times(requests)
         better = recalibrate(window, profile).profile
         pace_at = pace_of(window.steps, profile.step_time)
-        for part, times in {
-            "replay": replayed_times(window, requests, profile.step_time),
-            "forecast_at_arrival": forecast_times(window, requests, profile.step_time),
-            "measured_pace": replayed_times(window, requests, profile.step_time, pace_at=pace_at),
-            "recalibrated": replayed_times(window, requests, better.step_time),
-        }.items():
-            parts.setdefault(part, []).append((times, measured))
+        replayed = replayed_times(window, requests, profile.step_time)
+        forecast = forecast_times(window, requests, profile.step_time)
+        for part, times, truth in (
+            ("replay", replayed, measured),
+            ("forecast_at_arrival", corrected(forecast, measured), measured),
+            ("later_arrivals", corrected(forecast, replayed), replayed),
+            ("measured_pace", replayed_times(window, requests, profile.step_time, pace_at=pace_at), measured),
+            ("recalibrated", replayed_times(window, requests, better.step_time), measured),
+        ):
+            parts.setdefault(part, []).append((times, truth))
         steps = step_errors(window.steps, profile.step_time)[0]
         rows += [
             row(f"steps.{figure}.{engine}", getattr(steps, figure), "ratio", steps.num_steps)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from predictor.profile import Profile
+from simulator.accuracy.online_correction import corrected
 from simulator.accuracy.recalibration import Recalibration, recalibrate
 from simulator.accuracy.replayed_window import (
     RequestTimes,
@@ -53,9 +54,10 @@ class Bias:
 class WindowAccuracy:
     """How a profile did on a window.
 
-    `forecast` are the errors of forecasts at each arrival, which do not know what arrives later; `recalibrated` those
-    of the replay with the recalibrated profile; `with_pace` those that are left where every step takes as long as the
-    engine's steps at that time, so that only arrival times, batching and single steps' noise differ.
+    `forecast` are the errors of forecasts at each arrival, which do not know what arrives later, corrected as those for
+    clients are; `recalibrated` those of the replay with the recalibrated profile; `with_pace` those that are left where
+    every step takes as long as the engine's steps at that time, so that only arrival times, batching and single steps'
+    noise differ.
     """
 
     window: ObservedWindow
@@ -121,7 +123,7 @@ def accuracy_of(
     forecast = with_pace = recalibrated = None
     if explains:
         times = forecast_times(window, requests, profile.step_time, transit=profile.transit)
-        forecast = quantity_errors(times, measured)
+        forecast = quantity_errors(corrected(times, measured), measured)
     if explains and len(window.steps):
         pace_at = pace_of(window.steps, profile.step_time)
         times = replayed_times(window, requests, profile.step_time, transit=profile.transit, pace_at=pace_at)

@@ -12,6 +12,7 @@ from predictor.profile import Transit
 from predictor.snapshot_conversion import snapshot_of
 from simulator.accuracy.accuracy import accuracy_of, verdict
 from simulator.accuracy.accuracy_report import as_html, as_json, as_text
+from simulator.accuracy.online_correction import corrected
 from simulator.accuracy.recalibration import FACTOR, slowed
 from simulator.accuracy.replayed_window import compared_requests, forecast_times, measured_times, profile_times
 from simulator.accuracy.request_errors import mean_concurrency
@@ -114,6 +115,11 @@ def test_a_forecast_at_arrival_knows_no_later_arrivals() -> None:
     assert (forecast.e2e_s <= measured.e2e_s + 1e-6).all()
     assert np.median(forecast.e2e_s / measured.e2e_s) < 0.999
     assert forecast.e2e_s[-1] == pytest.approx(measured.e2e_s[-1], abs=1e-6)
+    better = corrected(forecast, measured)
+    assert better.e2e_s[0] == forecast.e2e_s[0]  # nothing has ended by then
+    before, after = (np.median(np.abs(times.e2e_s / measured.e2e_s - 1)[20:]) for times in (forecast, better))
+    assert after < before
+    assert corrected(measured, measured).e2e_s == pytest.approx(measured.e2e_s)
 
 
 def test_requests_that_did_not_end_by_themselves_are_served_but_not_compared() -> None:
