@@ -56,9 +56,9 @@ from scripts.accuracy_vllm import (
     planned,
     profiled,
     progress,
-    row,
     serve_command,
 )
+from scripts.engine_windows import row
 from scripts.report import report
 from services.cluster.child import Child
 from services.cluster.engines import free_port

@@ -8,8 +8,16 @@ through a gateway and a scheduler that know the true lengths.
 - `{mode}.{ttft|tpot|e2e}_error`: the error of the forecast in the reply's headers, against the client's latency from
   sending on; `median` is of the absolute relative error, `bias` of the signed one.
 - `{mode}.spearman`: rank correlation of predicted and measured e2e, over the requests of both instances.
-- `{mode}.best_instance_share`: of a sample of requests that are sent to both engines after the decision, the share that
-  ended first on the chosen instance; `chosen_over_best` is by how much longer they took there.
+- `{mode}.best_instance_share`: of `--pairs` requests that are sent to both engines after the decision, the share that
+  ended first on the chosen instance; `clear_best_share` that of requests whose two latencies differ by more than 5 %;
+  `regret` is by how much longer all of them took on the chosen instance than on the better one, relative and in
+  seconds, `regret_when_wrong` the median of those that did take longer.
+- `{mode}.PART.{ttft|tpot|e2e}_error`: what the errors are made of, by windows of both engines (as `block observe`
+  records them). PART `replay`: the engine model with all requests that arrived; `forecast_at_arrival`: with those that
+  had arrived by then, corrected as schedulers do; `later_arrivals`: the latter against the former, which no profile can
+  avoid; `measured_pace`: with steps as slow as the engine's, so that only arrival times and batching differ;
+  `recalibrated`: with a profile recalibrated on the window. Times are the engine's.
+- `{mode}.steps.{bias|error|noise|drift}`: of the step times. `--windows DIR` keeps the windows for `block accuracy`.
 
 Mode `plugin` reads the state that the engines export; `mirror` is a proxy before engines that export nothing. The model
 is narrow and deep, so that its steps have a large constant cost and a small cost per token, as on a GPU.
@@ -46,6 +54,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from predictor.profile import Profile, profile_from_json, profile_to_json
 from predictor.request import RequestFacts
 from protos.block.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
+from scripts.engine_windows import errors_by_part, keep, observing, row
 from services.cluster.child import Child
 from services.cluster.engines import free_port
 from services.engine_state.reader import Reader
@@ -69,6 +78,7 @@ LONGEST, BLOCK_SIZE, NUM_BLOCKS, SEATS, STEP_TOKENS = 1024, 32, 320, 16, 512
 # ShareGPT v3: mean and standard deviation of the logarithm, cut to lengths that these engines serve within seconds
 PROMPT_LOG, MOST_PROMPT = (3.98, 1.67), 600
 ANSWER_LOG, MOST_ANSWER = (5.37, 1.10), 256
+CLEAR = 0.05  # by which two latencies differ clearly
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 WITHIN_S = 600.0
 WARM_UP, WARM_UP_TOKENS = 8, 64  # replaces step-time corrections that were learnt during the start
@@ -102,7 +112,8 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=300)
     parser.add_argument("--load", type=float, default=0.85, help="share of what the engines can serve")
     parser.add_argument("--rate", type=float, help="requests per second, instead of --load")
-    parser.add_argument("--sample", type=float, default=0.05, help="share of requests that are sent to both")
+    parser.add_argument("--pairs", type=int, default=60, help="requests that are sent to both, among the others")
+    parser.add_argument("--windows", metavar="DIR", help="folder in which a window of each engine is kept")
     parser.add_argument("--budget", default="150s", help="time to measure the profiles")
     parser.add_argument("--profiles", metavar="DIR", help="folder in which profiles are kept")
     parser.add_argument("--hidden", type=int, default=128, help="size of the model")
@@ -121,8 +132,8 @@ def main() -> None:
         report = {"bench": "accuracy_vllm", "machine": machine(), "settings": vars(arguments), "results": results}
         print(json.dumps(report))
         return
-    for row in results:
-        print(f"{row['name']:36} {row['value']:12.4f} {row['unit']:9} n={row['n']}")
+    for one in results:
+        print(f"{one['name']:40} {one['value']:12.4f} {one['unit']:9} n={one['n']}")
 
 
 async def measure(arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
@@ -224,7 +235,8 @@ def plan_of(arguments: argparse.Namespace, instances: Sequence[VllmInstance]) ->
     generator = np.random.default_rng(arguments.seed)
     prompts = lengths(generator, PROMPT_LOG, MOST_PROMPT, arguments.requests)
     answers = lengths(generator, ANSWER_LOG, MOST_ANSWER, arguments.requests)
-    rate = arguments.rate or arguments.load * sum(capacity(one, prompts, answers) for one in instances)
+    sent = 1 + arguments.pairs * (len(instances) - 1) / arguments.requests  # engines that a request is sent to
+    rate = arguments.rate or arguments.load * sum(capacity(one, prompts, answers) for one in instances) / sent
     return planned(prompts, answers, rate, generator)
 
 
@@ -270,7 +282,7 @@ async def loaded(
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Start the other programs, send the load, and return the results."""
     generator = np.random.default_rng(seed)
-    chosen = set(generator.choice(len(plan), round(arguments.sample * len(plan)), replace=False).tolist())
+    chosen = set(generator.choice(len(plan), min(arguments.pairs, len(plan) // 2), replace=False).tolist())
     sampled = [one for number, one in enumerate(plan) if number in chosen]
     others = [one for number, one in enumerate(plan) if number not in chosen]
     form = RequestFormat(model=MODEL, seed=seed)  # other prompts than before, so that none is cached
@@ -280,10 +292,11 @@ async def loaded(
         urls, scheduler, gateway = await front_of(mode, instances, folder, children)
         await warmed_up(gateway, form, limits, len(instances))
         used, start_s = processor_times(children, instances), time.monotonic()
-        results, both = await asyncio.gather(
-            run_plan(others, gateway, form, limits, lambda _: None),
-            broadcast(sampled, scheduler, urls, form, limits),
-        )
+        async with observing({one.name: (one.engine.state_file, one.profile) for one in instances}) as observed:
+            results, both = await asyncio.gather(
+                run_plan(others, gateway, form, limits, lambda _: None),
+                broadcast(sampled, scheduler, urls, form, limits),
+            )
         wall_s = time.monotonic() - start_s
         used = {kind: seconds - used.get(kind, 0.0) for kind, seconds in processor_times(children, instances).items()}
     finally:
@@ -291,7 +304,9 @@ async def loaded(
             await child.stop()
     if arguments.records:
         record(arguments.records, mode, results)
-    rows = summed_up(results, both)
+    if arguments.windows:
+        keep(Path(arguments.windows), mode, observed)
+    rows = summed_up(results, both) + errors_by_part(observed)
     rows += [
         row(f"cpu_share.{kind}", seconds / wall_s / (os.cpu_count() or 1), "of all", 1)
         for kind, seconds in used.items()
@@ -377,6 +392,27 @@ async def broadcast(
     return [both for both in ended if both is not None]
 
 
+def choices(both: Sequence[Both]) -> list[dict[str, Any]]:
+    """Return how often the better engine was chosen, and what the other choices cost."""
+    chosen_s = np.array([one.e2e_s[one.chosen] for one in both])
+    best_s = np.array([min(one.e2e_s.values()) for one in both])
+    worst_s = np.array([max(one.e2e_s.values()) for one in both])
+    wrong, clear = chosen_s > best_s, worst_s > (1 + CLEAR) * best_s
+    rows = [
+        row("best_instance_share", float(np.mean(~wrong)), "ratio", len(both)),
+        row("regret.mean", float(np.mean(chosen_s / best_s - 1)), "ratio", len(both)),
+        row("regret_s.mean", float(np.mean(chosen_s - best_s)), "s", len(both)),
+        row("possible_regret.mean", float(np.mean(worst_s / best_s - 1)), "ratio", len(both)),
+    ]
+    if wrong.any():
+        rows.append(
+            row("regret_when_wrong.median", float(np.median((chosen_s / best_s - 1)[wrong])), "ratio", int(wrong.sum()))
+        )
+    if clear.any():
+        rows.append(row("clear_best_share", float(np.mean(~wrong[clear])), "ratio", int(clear.sum())))
+    return rows
+
+
 def summed_up(results: Sequence[RequestResult], both: Sequence[Both]) -> list[dict[str, Any]]:
     """Return the results of one mode."""
     good = forecast_requests(results)
@@ -384,10 +420,7 @@ def summed_up(results: Sequence[RequestResult], both: Sequence[Both]) -> list[di
     pairs = [pair for one in good if (pair := predicted_and_actual(one, "e2e")) is not None]
     rows.append(row("spearman", float(spearmanr(*zip(*pairs, strict=True)).statistic), "ratio", len(pairs)))
     if both:
-        best = [one.e2e_s[one.chosen] <= min(one.e2e_s.values()) for one in both]
-        over = [one.e2e_s[one.chosen] / min(one.e2e_s.values()) - 1 for one in both]
-        rows.append(row("best_instance_share", sum(best) / len(best), "ratio", len(best)))
-        rows.append(row("chosen_over_best.mean", statistics.mean(over), "ratio", len(best)))
+        rows += choices(both)
     decided = [1000 * one.decision_s for one in good if one.decision_s is not None]
     rows.append(row("decision_ms.p50", statistics.median(decided), "ms", len(decided)))
     rows.append(row("sent_late_ms.p99", 1000 * float(np.percentile([one.sent_s for one in good], 99)), "ms", len(good)))
@@ -429,11 +462,6 @@ def record(path: str, mode: str, results: Sequence[RequestResult]) -> None:
     """Write one line per request."""
     with Path(path).open("a", encoding="utf-8") as file:
         file.writelines(json.dumps({"mode": mode, **asdict(one)}) + "\n" for one in results)
-
-
-def row(name: str, value: float, unit: str, n: int) -> dict[str, Any]:
-    """Return one result."""
-    return {"name": name, "value": value, "unit": unit, "n": n}
 
 
 def processor_times(children: Sequence[Child], instances: Sequence[VllmInstance]) -> dict[str, float]:

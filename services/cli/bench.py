@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,7 +62,7 @@ def bench(given: SettingValues, url: str, *, as_json: bool) -> int:
     with opened(settings.csv) as out:
         results = uvloop.run(measured(plan, origin, form, limits))
         if settings.window:
-            write_windows(results, Path(settings.window), origin, form, begin_s=plan[len(warm_up)].due_s)
+            write_windows(results, Path(settings.window), origin, form, warm_up)
         results = [result for result in results if result.plan.request_id not in warm_up]
         if out is not None:
             write_csv(results, slo, out)
@@ -149,9 +149,9 @@ async def only_model(origin: Origin, form: RequestFormat) -> str:
 
 
 def write_windows(
-    results: Sequence[RequestResult], path: Path, origin: Origin, form: RequestFormat, *, begin_s: float
+    results: Sequence[RequestResult], path: Path, origin: Origin, form: RequestFormat, warm_up: Collection[str]
 ) -> None:
-    """Write a window of each instance that has answered; requests before `begin_s` are not compared."""
+    """Write a window of each instance that has answered; it begins after the requests to warm up."""
     from dataclasses import replace
 
     import uvloop
@@ -162,6 +162,7 @@ def write_windows(
     from services.observing.window_writing import write_window
 
     reported, model = uvloop.run(reported_settings(origin))
+    begin_s = min(one.plan.due_s + one.sent_s for one in results if one.plan.request_id not in warm_up)
     instances = sorted({result.instance for result in results})
     for instance in instances:
         requests = sent_requests([result for result in results if result.instance == instance])

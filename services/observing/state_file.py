@@ -48,10 +48,11 @@ class StateFileObservation:
             self._observer = EngineObserver(state_file, contents=True)
             self._path = Path(state_file)
             view = self._observer.view
-            # when it was published: a step that has ended since is still under way in it
             published_s = (int(view.state["written_ns"]) / 1e9 - self._observer.clock_origin_s) * view.clock_rate
             self._begin_s = min(view.now_s, max(0.0, published_s))
-            self._state: Snapshot = replace(snapshot_from_view(view), taken_s=self._begin_s)
+            # a step that is under way in it may have ended since, so that only its start is certain
+            taken_s = min([self._begin_s, *(max(0.0, start_s) for start_s, _ in view.steps)])
+            self._state: Snapshot = replace(snapshot_from_view(view), taken_s=taken_s)
         except UnreadableError as error:
             raise ValueError(f"state_file: {error}") from None
         self._end_s = view.now_s

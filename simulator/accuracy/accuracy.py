@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 
 from predictor.profile import Profile
+from simulator.accuracy.online_correction import corrected
 from simulator.accuracy.recalibration import Recalibration, recalibrate
 from simulator.accuracy.replayed_window import (
     RequestTimes,
     compared_requests,
+    forecast_times,
     measured_times,
     profile_times,
     replayed_times,
@@ -52,8 +54,10 @@ class Bias:
 class WindowAccuracy:
     """How a profile did on a window.
 
-    `recalibrated` are the errors with the recalibrated profile; `with_pace` those that are left where every step takes
-    as long as the engine's steps at that time, so that only arrival times, batching and single steps' noise differ.
+    `forecast` are the errors of forecasts at each arrival, which do not know what arrives later, corrected as those for
+    clients are; `recalibrated` those of the replay with the recalibrated profile; `with_pace` those that are left where
+    every step takes as long as the engine's steps at that time, so that only arrival times, batching and single steps'
+    noise differ.
     """
 
     window: ObservedWindow
@@ -66,6 +70,7 @@ class WindowAccuracy:
     by_concurrency: list[ConcurrencyErrors]
     steps: list[StepErrors]
     outside: float | None  # the share of the time in batches outside the profile's valid range
+    forecast: tuple[QuantityErrors, ...] | None
     with_pace: tuple[QuantityErrors, ...] | None
     recalibration: Recalibration | None
     recalibrated: tuple[QuantityErrors, ...] | None
@@ -111,11 +116,14 @@ def accuracy_of(
 ) -> WindowAccuracy:
     """Replay a window with a profile.
 
-    `explains` adds the errors with the measured pace, which takes as long as a step-by-step replay.
+    `explains` adds the errors of forecasts, and those with the measured pace, which needs a replay step by step.
     """
     requests = compared_requests(window)
     measured, replayed = measured_times(requests), profile_times(window, requests, profile)
-    with_pace = recalibrated = None
+    forecast = with_pace = recalibrated = None
+    if explains:
+        times = forecast_times(window, requests, profile.step_time, transit=profile.transit)
+        forecast = quantity_errors(corrected(times, measured), measured)
     if explains and len(window.steps):
         pace_at = pace_of(window.steps, profile.step_time)
         times = replayed_times(window, requests, profile.step_time, transit=profile.transit, pace_at=pace_at)
@@ -134,6 +142,7 @@ def accuracy_of(
         by_concurrency=concurrency_errors(replayed, measured),
         steps=step_errors(window.steps, profile.step_time),
         outside=outside_share(window.steps.columns, profile.valid) if len(window.steps) else None,
+        forecast=forecast,
         with_pace=with_pace,
         recalibration=recalibration,
         recalibrated=recalibrated,

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from simulator.accuracy.accuracy import WindowAccuracy, plain_errors, verdict
+from simulator.accuracy.recalibration import MEANING
 from simulator.accuracy.replayed_window import RequestTimes
 from simulator.accuracy.request_errors import QUANTITIES, QuantityErrors
 from simulator.accuracy.step_errors import StepErrors
@@ -47,12 +48,13 @@ def as_json(accuracy: WindowAccuracy, tolerance: float) -> dict[str, Any]:
         "by_concurrency": {one.concurrency: plain_errors(one.errors) for one in accuracy.by_concurrency},
         "steps": {one.name: _without(asdict(one), "phase", "decodes") for one in accuracy.steps},
         "outside_valid_range": accuracy.outside,
+        "forecast_at_arrival": plain_errors(accuracy.forecast),
         "with_measured_pace": plain_errors(accuracy.with_pace),
         "recalibration": None
         if change is None
         else {
-            "changes": {one.name: _without(asdict(one), "name") for one in change.changes},
-            "held_out": {"of": change.held_out, "error_before": change.error_before, "error_after": change.error_after},
+            "constants": {one.name: _without(asdict(one), "name") for one in change.constants},
+            "held_out_error": {"before": change.error_before, "after": change.error_after},
             "note": change.note,
             "errors": plain_errors(accuracy.recalibrated),
         },
@@ -110,6 +112,7 @@ def tables(accuracy: WindowAccuracy) -> list[tuple[str, Table]]:
     """Return the tables with their titles; the first row is the head."""
     named: list[tuple[str, Sequence[QuantityErrors] | None]] = [
         ("with the profile", accuracy.errors if len(accuracy.measured) else None),
+        ("forecast at arrival", accuracy.forecast if len(accuracy.measured) else None),
         ("with the measured pace", accuracy.with_pace if len(accuracy.measured) else None),
     ]
     if accuracy.recalibration is not None and accuracy.recalibration.changes and len(accuracy.measured):
@@ -180,13 +183,14 @@ def _recalibration_lines(accuracy: WindowAccuracy) -> Iterator[str]:
     if not change.changes:
         yield f"recalibration: {change.note}"
         return
-    for one in change.changes:
-        half = "" if math.isnan(one.half) else f" (± {one.half:.2g})"
-        yield f"recalibration: {one.name} {one.before:.4g} to {one.after:.4g}{half}"
-    yield (
-        f"its error on {change.held_out} that were held out: {_percent(change.error_before)} before, "
-        f"{_percent(change.error_after)} after"
-    )
+    for one in change.constants:
+        meaning = MEANING[one.name]
+        if one.why_not:
+            yield f"recalibration: {one.name} ({meaning}) {one.why_not}"
+        else:
+            yield f"recalibration: {one.name} ({meaning}) {one.change:+.3g}, from {one.low:+.3g} to {one.high:+.3g}"
+    before, after = _percent(change.error_before), _percent(change.error_after)
+    yield f"its error on what was held out: {before} before, {after} after"
 
 
 def as_html(accuracy: WindowAccuracy, tolerance: float) -> str:

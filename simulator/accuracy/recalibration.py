@@ -1,246 +1,203 @@
 """What a recalibration of a profile on a window would change.
 
-A factor of all step times, a constant per step, or both: whichever is best on steps, or else on requests, that were
-held out. A profile that no candidate improves there stays as it is.
+Candidates are a factor of all step times, as of a slower machine; the constants that `predictor.fitting.calibration`
+can tell; and both. What was held out of their fits decides: a candidate counts where it is much better than all simpler
+ones, and a profile that none improves stays as it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from predictor.fitting.regression import error_of, predict, rounded
-from predictor.profile import Profile
-from predictor.step_time import Curve, StepTime
-from simulator.accuracy.replayed_window import compared_requests, measured_times, replayed_times
-from simulator.accuracy.request_errors import relative_errors
-from simulator.accuracy.step_errors import NUM_BLOCKS, PAUSE, STUDENT_T
-from simulator.accuracy.window import Array, ObservedSteps, ObservedWindow
+from predictor.fitting.calibration import (
+    HELD_OUT_EVERY,
+    MIN_REQUESTS,
+    NUM_BLOCKS,
+    T_90,
+    Calibration,
+    ConstantEstimate,
+    MeasuredLatencies,
+    calibrate,
+)
+from predictor.fitting.constants import MEANINGS, NOT_KERNELS, UNITS, Calibrated, scaled
+from predictor.fitting.regression import predict, rounded
+from predictor.profile import Profile, Transit
+from predictor.step_time import StepTime
+from simulator.accuracy.replayed_window import RequestTimes, compared_requests, measured_times, replayed_times
+from simulator.accuracy.step_errors import PAUSE
+from simulator.accuracy.window import CLIENT, Array, ObservedRequest, ObservedSteps, ObservedWindow
 
-FACTOR, CONSTANT = "factor", "constant_s"
-MIN_STEPS = 4 * NUM_BLOCKS
-MIN_REQUESTS = 16
-WORTH_IT = 0.98  # of the error without a change, at most
-NO_ERROR = 1e-4  # smaller ones are equal
+OUTSIDE_OF_STEPS = "request_s"  # only a client sees that time
+FACTOR = "factor"
+MEANING = {**MEANINGS, FACTOR: "all step times, more"}
+MIN_STEPS = 40
 LARGEST_FACTOR = 8.0
-QUANTITIES = {"tpot_s": 1.0, "e2e_s": 1.0, "ttft_s": 0.25}  # with weights: TTFT varies most, because of queueing
+MUCH_BETTER = 0.8  # of the error of a simpler candidate: from there on it counts
+NO_ERROR = 1e-3  # smaller ones are equal
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConstantChange:
-    """One constant of a profile, before and after; `half` is half the 95 % interval, NaN where it is not known."""
-
-    name: str
-    before: float
-    after: float
-    half: float
+Replay = Callable[[StepTime], MeasuredLatencies]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recalibration:
-    """A profile after recalibration, which may be the old one, and the errors on what was held out: before and after.
+    """A profile after recalibration, which is the old one where no change was better; `note` says why.
 
-    `held_out` says of what: steps or requests.
+    `constants` are the changes with their 90 % intervals, and why others are not known; errors are mean relative ones
+    of requests and steps that were held out.
     """
 
     profile: Profile
-    changes: tuple[ConstantChange, ...]
-    held_out: str
-    error_before: float
-    error_after: float
+    constants: tuple[ConstantEstimate, ...] = ()
+    error_before: float = float("nan")
+    error_after: float = float("nan")
     note: str = ""
+
+    @property
+    def changes(self) -> tuple[ConstantEstimate, ...]:
+        """The constants that have changed."""
+        return tuple(one for one in self.constants if not one.why_not)
 
 
 def recalibrate(window: ObservedWindow, profile: Profile) -> Recalibration:
-    """Fit a profile's factor and constant to a window."""
-    steps = _without_pauses(window.steps, profile.step_time)
-    if len(steps) >= MIN_STEPS:
-        return _by_steps(steps, profile)
-    return _by_requests(window, profile)
+    """Choose what to change in a profile, by a window."""
+    requests = [one for one in compared_requests(window) if one.first_token_s is not None]
+    if len(requests) < MIN_REQUESTS:
+        return Recalibration(profile=profile, note=f"{len(requests)} requests are too few, {MIN_REQUESTS} are needed")
+    steps = without_pauses(window.steps, profile.step_time)
+    truth = _latencies(measured_times(requests), requests)
 
+    def replayed(step_time: StepTime) -> MeasuredLatencies:
+        return _latencies(replayed_times(window, requests, step_time, transit=profile.transit), requests)
 
-def scaled(step_time: StepTime, factor: float, more_s: float = 0.0) -> StepTime:
-    """Return a step time multiplied by a factor, with `more_s` in every step."""
-    parts: dict[str, Any] = {}
-    for spec in fields(StepTime):
-        value = getattr(step_time, spec.name)
-        parts[spec.name] = (
-            Curve(x=value.x, y=tuple(rounded(factor * y) for y in value.y))
-            if isinstance(value, Curve)
-            else rounded(factor * value)
+    def calibrated(step_time: StepTime) -> Calibration:
+        return calibrate(
+            Calibrated(step_time=step_time),
+            replayed,
+            truth,
+            steps=steps.columns if len(steps) >= MIN_STEPS else None,
+            constants=[name for name in UNITS if window.header.clock == CLIENT or name != OUTSIDE_OF_STEPS],
         )
-    parts["constant_s"] = rounded(max(0.0, parts["constant_s"] + more_s))
-    return StepTime(**parts)
+
+    if len(steps) >= MIN_STEPS:
+        factor = factor_of_steps(steps, profile.step_time)
+    else:
+        factor = factor_of_requests(profile.step_time, replayed, truth)
+    start, slower = calibrated(profile.step_time), calibrated(slowed(profile.step_time, 1.0 + factor.change))
+    candidates = [
+        Recalibration(profile=profile, error_after=start.error_before, note=_NOTHING),
+        _candidate(profile, window, slower, (factor,), slower.error_before, keeps_constants=True),
+        _candidate(profile, window, start, (), start.error_after),
+        _candidate(profile, window, slower, (factor,), slower.error_after),
+    ]
+    chosen = candidates[0]
+    for one in candidates[1:]:
+        if max(NO_ERROR, one.error_after) < MUCH_BETTER * max(NO_ERROR, chosen.error_after):
+            chosen = one
+    return replace(chosen, error_before=start.error_before)
 
 
-def _without_pauses(steps: ObservedSteps, step_time: StepTime) -> ObservedSteps:
+_NOTHING = "no change reduces the error of what was held out"
+
+
+def _candidate(  # noqa: PLR0913 - what a candidate consists of
+    profile: Profile,
+    window: ObservedWindow,
+    found: Calibration,
+    factors: tuple[ConstantEstimate, ...],
+    error: float,
+    *,
+    keeps_constants: bool = False,
+) -> Recalibration:
+    """Return a profile with a factor, or with the constants found, or with both."""
+    step_time, request_s, constants = found.result.step_time, found.result.request_s, (*factors, *found.constants)
+    if keeps_constants:
+        step_time, request_s, constants = slowed(profile.step_time, 1.0 + factors[0].change), 0.0, factors
+    told = "; ".join(
+        f"{one.name} {one.change:+.3g} ({one.low:+.3g} to {one.high:+.3g})" for one in constants if not one.why_not
+    )
+    inward_s = profile.transit.inward_s + request_s / window.header.clock_rate
+    made = replace(
+        profile,
+        name=f"{profile.name.removesuffix('-recalibrated')}-recalibrated",
+        step_time=step_time,
+        transit=Transit(inward_s=max(0.0, inward_s), outward_s=profile.transit.outward_s),
+        source=f"{profile.source}; recalibrated on a window of {len(window.requests)} requests and {len(window.steps)} "
+        f"steps: {told}",
+    )
+    return Recalibration(profile=made, constants=constants, error_after=error)
+
+
+def slowed(step_time: StepTime, factor: float) -> StepTime:
+    """Return a step time with which every step takes a multiple of the time."""
+    others: dict[str, Any] = {name: rounded(factor * getattr(step_time, name)) for name in NOT_KERNELS}
+    return replace(scaled(step_time, factor), **others)
+
+
+# The factor of all step times.
+
+
+def factor_of_steps(steps: ObservedSteps, step_time: StepTime) -> ConstantEstimate:
+    """Estimate it by the time of all steps."""
+    predicted, real = predict(step_time, steps.columns), steps.columns.seconds
+    blocks = np.minimum(NUM_BLOCKS - 1, np.arange(len(real)) * NUM_BLOCKS // len(real))
+    fitted = _is_fitted(blocks)
+    ratios = np.array([real[blocks == one].sum() / predicted[blocks == one].sum() for one in range(NUM_BLOCKS)])
+    return _factor(float(real[fitted].sum() / predicted[fitted].sum()), ratios)
+
+
+def factor_of_requests(step_time: StepTime, replay: Replay, truth: MeasuredLatencies) -> ConstantEstimate:
+    """Estimate it by replays with several factors."""
+    from scipy.optimize import minimize_scalar  # takes a while to import
+
+    blocks = np.arange(len(truth.output_tokens)) * NUM_BLOCKS // len(truth.output_tokens)
+    fitted = _is_fitted(blocks)
+
+    def residuals(log: float) -> Array:
+        mine, theirs = replay(slowed(step_time, float(np.exp(log)))).metrics(), truth.metrics()
+        both = [np.log(np.maximum(mine[name], 1e-9) / np.maximum(theirs[name], 1e-9)) for name in ("e2e", "tpot")]
+        both[1][truth.output_tokens < 2] = 0.0
+        return np.asarray(both[0] + both[1]) / 2
+
+    widest = float(np.log(LARGEST_FACTOR))
+    found = minimize_scalar(
+        lambda log: float(np.mean(np.abs(residuals(log)[fitted]))), bounds=(-widest, widest), method="bounded",
+        options={"xatol": 1e-3},
+    )  # fmt: skip
+    left = residuals(float(found.x))
+    means = np.array([float(left[blocks == one].mean()) for one in range(NUM_BLOCKS)])
+    return _factor(float(np.exp(found.x)), np.exp(found.x - means))
+
+
+def _is_fitted(blocks: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Leave out the blocks that a calibration holds out."""
+    return np.asarray(blocks % HELD_OUT_EVERY != HELD_OUT_EVERY - 1)
+
+
+def _factor(value: float, ratios: Array) -> ConstantEstimate:
+    half = float(T_90 * ratios.std(ddof=1) / np.sqrt(len(ratios)))
+    return ConstantEstimate(name=FACTOR, change=value - 1, low=value - 1 - half, high=value - 1 + half)
+
+
+# What was observed.
+
+
+def _latencies(times: RequestTimes, requests: list[ObservedRequest]) -> MeasuredLatencies:
+    return MeasuredLatencies(
+        first_token_s=times.ttft_s,
+        last_token_s=times.e2e_s,
+        output_tokens=np.array([one.facts.output_tokens for one in requests], np.float64),
+        arrival_s=times.arrival_s,
+    )
+
+
+def without_pauses(steps: ObservedSteps, step_time: StepTime) -> ObservedSteps:
+    """Leave out steps that took so long that they waited for something else."""
     if not len(steps):
         return steps
     ratio = steps.columns.seconds / np.maximum(predict(step_time, steps.columns), 1e-12)
     return steps.where(ratio <= PAUSE * np.median(ratio))
-
-
-# By steps.
-
-
-def _by_steps(steps: ObservedSteps, profile: Profile) -> Recalibration:
-    real, predicted = steps.columns.seconds, predict(profile.step_time, steps.columns)
-    block = np.arange(len(real)) * NUM_BLOCKS // len(real)
-    train, test = block % 2 == 0, block % 2 == 1
-    before = _step_error(predicted[test], real[test])
-    found = [
-        (_step_error(fit(predicted[train], real[train]).applied_to(predicted[test]), real[test]), fit)
-        for fit in (_factor, _constant, _factor_and_constant)
-    ]
-    best = min(error for error, _ in found)
-    after, fit = next((error, fit) for error, fit in found if error * WORTH_IT <= best)
-    if after > WORTH_IT * before:
-        return _unchanged(profile, "steps", before)
-    chosen = fit(predicted, real)
-    parts = [fit(predicted[block == number], real[block == number]) for number in range(NUM_BLOCKS)]
-    step_time = scaled(profile.step_time, chosen.factor, chosen.more_s)
-    changes = _changes(profile, chosen, _half([one.factor for one in parts]), _half([one.more_s for one in parts]))
-    held_out = steps.where(test).columns
-    error = error_of(predict(step_time, held_out), held_out.seconds)
-    return Recalibration(
-        profile=replace(_renamed(profile, changes, f"{len(real)} steps"), step_time=step_time, error=error),
-        changes=changes,
-        held_out="steps",
-        error_before=before,
-        error_after=after,
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Fit:
-    factor: float = 1.0
-    more_s: float = 0.0
-
-    def applied_to(self, predicted: Array) -> Array:
-        return self.factor * predicted + self.more_s
-
-
-def _factor(predicted: Array, real: Array) -> _Fit:
-    return _Fit(factor=float(real.sum() / predicted.sum()))
-
-
-def _constant(predicted: Array, real: Array) -> _Fit:
-    return _Fit(more_s=float(np.mean(real - predicted)))
-
-
-def _factor_and_constant(predicted: Array, real: Array) -> _Fit:
-    """Fit a line with the least squared relative error; where steps are too alike for two numbers, a factor."""
-    matrix = np.column_stack((predicted, np.full(len(predicted), predicted.mean()))) / real[:, None]
-    (factor, share), _, rank, _ = np.linalg.lstsq(matrix, np.ones(len(real)), rcond=1e-6)
-    if rank < 2 or not 1 / LARGEST_FACTOR <= factor <= LARGEST_FACTOR:
-        return _factor(predicted, real)
-    return _Fit(factor=float(factor), more_s=float(share * predicted.mean()))
-
-
-def _step_error(predicted: Array, real: Array) -> float:
-    return max(NO_ERROR, float(np.mean(np.abs(predicted - real) / real)))
-
-
-def _half(values: list[float]) -> float:
-    return float(STUDENT_T * np.std(values, ddof=1) / np.sqrt(len(values)))
-
-
-# By requests alone.
-
-
-def _by_requests(window: ObservedWindow, profile: Profile) -> Recalibration:
-    requests = compared_requests(window)
-    if len(requests) < MIN_REQUESTS:
-        note = f"{len(requests)} requests and {len(window.steps)} steps are too few to recalibrate"
-        return _unchanged(profile, "requests", float("nan"), note)
-    measured = measured_times(requests)
-    train = np.arange(len(requests)) % 2 == 0
-
-    def error_with(fit: _Fit, chosen: NDArray[np.bool_]) -> float:
-        step_time = scaled(profile.step_time, fit.factor, fit.more_s)
-        times = replayed_times(window, requests, step_time, transit=profile.transit)
-        ours, theirs = times.where(chosen), measured.where(chosen)
-        parts = [
-            (weight, relative_errors(getattr(ours, name), getattr(theirs, name))) for name, weight in QUANTITIES.items()
-        ]
-        return sum(
-            weight * float(np.mean(np.abs(np.log(np.maximum(1 + errors, 1e-3)))))
-            for weight, errors in parts
-            if len(errors)
-        )
-
-    before = error_with(_Fit(), ~train)
-    found = [(error_with(fit, ~train), fit) for fit in _searched(lambda fit: error_with(fit, train), profile)]
-    after, chosen = min(found, key=lambda one: one[0])
-    if after > WORTH_IT * before:
-        return _unchanged(profile, "requests", before)
-    changes = _changes(profile, chosen, float("nan"), float("nan"))
-    return Recalibration(
-        profile=replace(
-            _renamed(profile, changes, f"{len(requests)} requests"),
-            step_time=scaled(profile.step_time, chosen.factor, chosen.more_s),
-        ),
-        changes=changes,
-        held_out="requests",
-        error_before=before,
-        error_after=after,
-    )
-
-
-def _searched(error: Callable[[_Fit], float], profile: Profile) -> Iterator[_Fit]:
-    """Yield the best factor, and the best constant."""
-    from scipy.optimize import minimize_scalar  # takes a while to import
-
-    widest = float(np.log(LARGEST_FACTOR))
-    found = minimize_scalar(
-        lambda log: error(_Fit(factor=float(np.exp(log)))),
-        bounds=(-widest, widest),
-        method="bounded",
-        options={"xatol": 1e-3},
-    )
-    yield _Fit(factor=float(np.exp(found.x)))
-    least_s = -profile.step_time.constant_s
-    usual_s = max(1e-3, -least_s)
-    found = minimize_scalar(
-        lambda more_s: error(_Fit(more_s=float(more_s))), bounds=(least_s, 10 * usual_s), method="bounded",
-        options={"xatol": 1e-3 * usual_s},
-    )  # fmt: skip
-    yield _Fit(more_s=float(found.x))
-
-
-# Results.
-
-
-def _unchanged(profile: Profile, held_out: str, error: float, note: str = "") -> Recalibration:
-    return Recalibration(
-        profile=profile,
-        changes=(),
-        held_out=held_out,
-        error_before=error,
-        error_after=error,
-        note=note or f"no change makes the {held_out} that were held out better",
-    )
-
-
-def _changes(profile: Profile, fit: _Fit, factor_half: float, more_half: float) -> tuple[ConstantChange, ...]:
-    changes = []
-    if fit.factor != 1.0:
-        changes.append(ConstantChange(name=FACTOR, before=1.0, after=fit.factor, half=factor_half))
-    if fit.more_s != 0.0:
-        before = profile.step_time.constant_s
-        after = max(0.0, fit.factor * before + fit.more_s)
-        changes.append(ConstantChange(name=CONSTANT, before=before, after=after, half=more_half))
-    return tuple(changes)
-
-
-def _renamed(profile: Profile, changes: tuple[ConstantChange, ...], what: str) -> Profile:
-    text = ", ".join(f"{one.name} {one.before:.4g} to {one.after:.4g}" for one in changes)
-    return replace(
-        profile,
-        name=f"{profile.name.removesuffix('-recalibrated')}-recalibrated",
-        source=f"{profile.source}; recalibrated on {what} of a window: {text}",
-    )

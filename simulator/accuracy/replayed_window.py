@@ -9,6 +9,8 @@ import numpy as np
 
 from predictor.config import EngineConfig
 from predictor.engine import Engine, Outcome
+from predictor.forecast import Forecaster
+from predictor.forecast_result import Forecast
 from predictor.profile import NO_TRANSIT, Profile, Transit
 from predictor.request import RequestFacts
 from predictor.snapshot import LiveRequest, Snapshot
@@ -109,6 +111,48 @@ def replayed_times(
         e2e_s=since_arrival("finished_s", outward_s),
         output_tokens=np.array([one.output_tokens for one in mine], np.float64),
     )
+
+
+def forecast_times(
+    window: ObservedWindow,
+    requests: Sequence[ObservedRequest],
+    step_time: StepTime,
+    *,
+    transit: Transit = NO_TRANSIT,
+) -> RequestTimes:
+    """Forecast some requests at their arrivals, with all that is present then, but without what arrives later."""
+    inward_s, outward_s = transit_of(window, transit)
+    engine = _engine_at_the_beginning(window, step_time)
+    forecaster, compared = Forecaster(engine), {one.facts.request_id for one in requests}
+    made: dict[str, Forecast] = {}
+    for at_s, one in _happenings(window, inward_s, present=set(engine.slots)):
+        engine.advance(at_s)
+        name = one.facts.request_id
+        if name in engine.slots:
+            engine.abort(name, at_s=at_s)
+            continue
+        engine.forget_finished()
+        facts = replace(_with_length(one, engine), arrival_s=at_s)
+        if name in compared:
+            (made[name],) = forecaster.forecast([facts], at_s, delays=False)
+        engine.add(facts)
+    mine = [made[one.facts.request_id] for one in requests]
+    extra_s = inward_s + outward_s
+    return RequestTimes(
+        arrival_s=np.array([one.facts.arrival_s for one in requests], np.float64),
+        queue_s=np.array([one.queue_s + inward_s for one in mine], np.float64),
+        ttft_s=np.array([one.ttft_s + extra_s for one in mine], np.float64),
+        e2e_s=np.array([one.e2e_s + extra_s for one in mine], np.float64),
+        output_tokens=np.array([one.output_tokens for one in mine], np.float64),
+    )
+
+
+def _happenings(window: ObservedWindow, inward_s: float, *, present: set[str]) -> list[tuple[float, ObservedRequest]]:
+    """Return arrivals and aborts in order: an abort is the second happening of its request."""
+    by_id = {one.facts.request_id: one for one in window.requests}
+    arrivals = [(one.facts.arrival_s + inward_s, one) for one in window.requests if one.facts.request_id not in present]
+    aborts = [(at_s, by_id[name]) for at_s, name in _aborts(window, inward_s)]
+    return sorted([*arrivals, *aborts], key=lambda one: (one[0], one[1].facts.request_id))
 
 
 def transit_of(window: ObservedWindow, transit: Transit) -> tuple[float, float]:

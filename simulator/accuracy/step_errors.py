@@ -174,5 +174,6 @@ def outside_share(steps: Steps, valid: ValidRange) -> float:
         (steps.num_tokens > valid.max_tokens)
         | (np.maximum(steps.num_decodes, steps.num_sampled) > valid.max_sequences)
         | (steps.decode_context > valid.max_context_tokens)
+        | (steps.decode_longest > valid.limits[-1])
     )
     return float(steps.seconds[outside].sum() / max(steps.seconds.sum(), 1e-12))

@@ -77,7 +77,7 @@ def test_a_profile_that_is_wrong_by_a_factor_is_found_and_repaired(tmp_path: Pat
     report = answer("accuracy", str(path), "-o", str(better), "--html", str(page))
     assert report["holds"] is False
     assert report["steps"]["all"]["bias"] == pytest.approx(1 / 1.3 - 1, abs=1e-3)
-    assert report["recalibration"]["changes"]["factor"]["after"] == pytest.approx(1.3, rel=1e-3)
+    assert report["recalibration"]["constants"]["factor"]["change"] == pytest.approx(0.3, abs=1e-3)
     assert "<svg" in page.read_text()
     assert block("accuracy", str(path), "--check").returncode == 1
     again = answer("accuracy", str(path), "--profile", str(better), "--check")

@@ -16,7 +16,7 @@ from predictor.profile import Profile
 from services.http.client import origin_of
 from services.load.request_format import RequestFormat
 from services.load.running import LoadLimits, run_plan
-from simulator.accuracy.recalibration import scaled
+from simulator.accuracy.recalibration import slowed
 from simulator.load_plan import Planned, Timing, planned, synthetic
 from tests.services.emulator.running import A30, MODEL, Emulated, emulated
 
@@ -72,6 +72,6 @@ def sending_on(url: str) -> Iterator[None]:
 @contextmanager
 def engine_at(folder: Path, factor: float) -> Iterator[tuple[Emulated, str]]:
     """Run an emulated engine whose steps take a multiple of the A30's; return it with its URL."""
-    profile: Profile = replace(A30, step_time=scaled(A30.step_time, factor))
+    profile: Profile = replace(A30, step_time=slowed(A30.step_time, factor))
     with emulated(folder, CONFIG, profile, speed=SPEED) as engine:
         yield engine, str(engine.client.base_url).rstrip("/")

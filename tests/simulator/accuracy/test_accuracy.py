@@ -12,8 +12,9 @@ from predictor.profile import Transit
 from predictor.snapshot_conversion import snapshot_of
 from simulator.accuracy.accuracy import accuracy_of, verdict
 from simulator.accuracy.accuracy_report import as_html, as_json, as_text
-from simulator.accuracy.recalibration import CONSTANT, FACTOR, scaled
-from simulator.accuracy.replayed_window import compared_requests, measured_times, profile_times
+from simulator.accuracy.online_correction import corrected
+from simulator.accuracy.recalibration import FACTOR, slowed
+from simulator.accuracy.replayed_window import compared_requests, forecast_times, measured_times, profile_times
 from simulator.accuracy.request_errors import mean_concurrency
 from simulator.accuracy.step_errors import drift_of, noise_of, pace_of, step_errors
 from simulator.accuracy.window import ABORT, ObservedWindow
@@ -30,7 +31,7 @@ from tests.simulator.accuracy.model_windows import (
 
 SERVED = requests(80, rate=3.0)
 TRUE = window_of(A30.step_time, SERVED)
-SLOWER = window_of(scaled(A30.step_time, 1.25), SERVED)
+SLOWER = window_of(slowed(A30.step_time, 1.25), SERVED)
 TOLERANCE = 0.05
 
 
@@ -58,9 +59,9 @@ def test_a_slower_engine_is_reported_and_recalibrated() -> None:
     assert found.error_of["tpot"].bias < -0.19
     change = found.recalibration
     assert change is not None
-    assert [one.name for one in change.changes] == [FACTOR]
-    assert change.changes[0].after == pytest.approx(1.25, rel=1e-3)
-    assert change.changes[0].half < 0.01
+    (factor,) = change.changes
+    assert (factor.name, factor.change) == (FACTOR, pytest.approx(0.25, abs=1e-3))
+    assert factor.low <= factor.change <= factor.high < 0.26
     assert change.error_after < 0.01 < change.error_before
     assert all(one.median < 0.01 for one in found.recalibrated or ())
     again = accuracy_of(SLOWER, change.profile)
@@ -69,13 +70,13 @@ def test_a_slower_engine_is_reported_and_recalibrated() -> None:
     assert again.recalibration.changes == ()
 
 
-def test_a_constant_is_told_from_a_factor() -> None:
+def test_a_constant_is_told_from_a_scale() -> None:
     """Where every step takes 4 ms more, a factor would be wrong for large batches."""
-    found = accuracy_of(window_of(scaled(A30.step_time, 1.0, 0.004), SERVED), A30)
+    found = accuracy_of(window_of(replace(A30.step_time, constant_s=A30.step_time.constant_s + 0.004), SERVED), A30)
     assert found.recalibration is not None
     (change,) = found.recalibration.changes
-    assert change.name == CONSTANT
-    assert change.after - change.before == pytest.approx(0.004, rel=0.02)
+    assert (change.name, change.change) == ("constant_s", pytest.approx(0.004, rel=0.02))
+    assert all(one.median < 0.01 for one in found.recalibrated or ())
 
 
 def test_requests_alone_show_the_same_factor() -> None:
@@ -87,9 +88,9 @@ def test_requests_alone_show_the_same_factor() -> None:
     assert (found.steps, found.with_pace, found.outside) == ([], None, None)
     assert found.holds(TOLERANCE) is False
     assert found.recalibration is not None
-    (change,) = found.recalibration.changes
-    assert (change.name, change.after) == (FACTOR, pytest.approx(1.25, rel=0.01))
-    exact = profile_times(window, compared_requests(window), replace(profile, step_time=scaled(A30.step_time, 1.25)))
+    (factor,) = found.recalibration.changes
+    assert (factor.name, factor.change) == (FACTOR, pytest.approx(0.25, abs=0.01))
+    exact = profile_times(window, compared_requests(window), replace(profile, step_time=slowed(A30.step_time, 1.25)))
     np.testing.assert_allclose(exact.ttft_s, measured_times(compared_requests(window)).ttft_s, atol=1e-6)
 
 
@@ -105,6 +106,20 @@ def test_a_window_that_begins_in_the_middle_is_replayed_from_the_engines_state()
     late = compared_requests(window)
     assert 10 < len(late) < len(SERVED) - 10
     np.testing.assert_allclose(profile_times(window, late, A30).e2e_s, measured_times(late).e2e_s, rtol=0, atol=1e-6)
+
+
+def test_a_forecast_at_arrival_knows_no_later_arrivals() -> None:
+    """While nothing arrives later it is the replay; else a lower bound, as later requests only slow a request down."""
+    late = compared_requests(TRUE)
+    forecast, measured = forecast_times(TRUE, late, A30.step_time), measured_times(late)
+    assert (forecast.e2e_s <= measured.e2e_s + 1e-6).all()
+    assert np.median(forecast.e2e_s / measured.e2e_s) < 0.999
+    assert forecast.e2e_s[-1] == pytest.approx(measured.e2e_s[-1], abs=1e-6)
+    better = corrected(forecast, measured)
+    assert better.e2e_s[0] == forecast.e2e_s[0]  # nothing has ended by then
+    before, after = (np.median(np.abs(times.e2e_s / measured.e2e_s - 1)[20:]) for times in (forecast, better))
+    assert after < before
+    assert corrected(measured, measured).e2e_s == pytest.approx(measured.e2e_s)
 
 
 def test_requests_that_did_not_end_by_themselves_are_served_but_not_compared() -> None:
@@ -191,7 +206,7 @@ def test_reports_have_all_parts_and_need_no_other_file() -> None:
     assert set(report["aggregates"]) >= {"ttft_s.mean", "tpot_s.p50", "e2e_s.p90", "e2e_s.p99", "requests_per_s"}
     assert set(report["phases"]) == {"queue", "prefill", "decode"}
     assert report["steps"]["decode 9-16"]["bias"] == pytest.approx(-0.2, abs=1e-3)
-    assert report["recalibration"]["changes"][FACTOR]["after"] == pytest.approx(1.25, rel=1e-3)
+    assert report["recalibration"]["held_out_error"]["after"] < report["recalibration"]["held_out_error"]["before"]
     text, page = "\n".join(as_text(found, TOLERANCE)), as_html(found, TOLERANCE)
     for part in ("recalibrated", "output tokens per s", "mixed", "decode 9-16", "does not hold"):
         assert part in text
