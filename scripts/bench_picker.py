@@ -11,9 +11,10 @@ same instances. Prompts have 2 KB, responses are streams of 16 events. The ways 
 - `requests_only`: the same, where Envoy does not show the bodies of responses (response_body_mode: NONE)
 
 Results, each the median over the rounds: `cpu_ms.WAY` is the processor time (user and system) per request of gateway,
-Envoy or picker, with engines that answer at once and 16 requests at a time; `added_ttft_ms.WAY.p50` (and p90) the time
-to the first event minus that of `direct` in the same round, with engines at an engine's pace (first event after 40 ms),
-`requests_per_s.WAY` what 16 concurrent requests get through, on the cores that all processes share.
+Envoy or picker, with engines that answer at once and 16 requests at a time; `cpu_ms.WAY.paced` the same with engines at
+an engine's pace, whose events come one by one, the first after 40 ms; `added_ttft_ms.WAY.p50` (and p90) the time to the
+first event minus that of `direct` in the same round, with engines at that pace; `requests_per_s.WAY` what 16 concurrent
+requests get through, on the cores that all processes share.
 """
 
 from __future__ import annotations
@@ -75,6 +76,7 @@ class PickerWay:
     at_once: list[LoadSample] = field(default_factory=list)
     paced: list[LoadSample] = field(default_factory=list)
     cpu_ms: dict[str, list[float]] = field(default_factory=dict)  # by process
+    paced_cpu_ms: dict[str, list[float]] = field(default_factory=dict)
 
 
 def ways_of(stack: ExitStack, policy: str) -> Iterator[PickerWay]:
@@ -104,17 +106,25 @@ async def measured(ways: Sequence[PickerWay], rounds: int, num: int, num_paced: 
         await load(client, way.urls, WARM_UP * at_once, AT_A_TIME)
     for _ in range(rounds):
         for way in ways:
-            before_s = {name: part.cpu_s() for name, part in way.parts.items()}
-            way.at_once.append(await load(client, way.urls, num * at_once, AT_A_TIME))
-            if "gateway" in way.parts:
-                await all_released(way.parts["gateway"])
-            for name, part in way.parts.items():
-                way.cpu_ms.setdefault(name, []).append(1000 * (part.cpu_s() - before_s[name]) / num)
+            way.at_once.append(await through(way, client, num * at_once, way.cpu_ms))
+        bodies = random.Random(0).choices(paced, k=num_paced)
         for way in ways:
-            bodies = random.Random(0).choices(paced, k=num_paced)
-            way.paced.append(await load(client, way.urls, bodies, AT_A_TIME))
+            way.paced.append(await through(way, client, bodies, way.paced_cpu_ms))
     client.close()
     return list(results_of(ways, num, num_paced))
+
+
+async def through(
+    way: PickerWay, client: HttpClient, bodies: Sequence[bytes], cpu_ms: dict[str, list[float]]
+) -> LoadSample:
+    """Send requests one way, and note the processor time of its processes per request."""
+    before_s = {name: part.cpu_s() for name, part in way.parts.items()}
+    sample = await load(client, way.urls, bodies, AT_A_TIME)
+    if "gateway" in way.parts:
+        await all_released(way.parts["gateway"])
+    for name, part in way.parts.items():
+        cpu_ms.setdefault(name, []).append(1000 * (part.cpu_s() - before_s[name]) / len(bodies))
+    return sample
 
 
 def results_of(ways: Sequence[PickerWay], num: int, num_paced: int) -> Iterator[dict[str, object]]:
@@ -124,6 +134,7 @@ def results_of(ways: Sequence[PickerWay], num: int, num_paced: int) -> Iterator[
         for part, values in way.cpu_ms.items():
             name = way.name if part == way.name else f"{way.name}.{part}"
             yield result(f"cpu_ms.{name}", "ms", values, num)
+            yield result(f"cpu_ms.{name}.paced", "ms", way.paced_cpu_ms[part], num_paced)
         for percent, fraction in (("p50", 0.5), ("p90", 0.9)):
             times = [quantile(sample.ttft_ms, fraction) for sample in way.paced]
             straight = [quantile(sample.ttft_ms, fraction) for sample in direct.paced]

@@ -8,7 +8,7 @@ import re
 KEY = b'"model"'
 MAX_HELD_BYTES = 1024  # of a name that has not come whole
 
-_STARTED = re.compile(rb'"model"\s*(?::\s*(?:"[^"]*)?)?')
+_STARTED = re.compile(rb'"model"\s*(?::\s*(?:"(?:[^"\\]|\\.)*\\?)?)?')
 
 
 class ModelNames:

@@ -18,7 +18,7 @@ from protos.envoy.v3 import external_processor_pb2_grpc
 from scheduler.prefix.prompt import BYTES_PER_TOKEN
 from services.endpoint_picker.certificates import server_credentials
 from services.endpoint_picker.endpoints import with_addresses
-from services.endpoint_picker.health import EXT_PROC, PickerHealth
+from services.endpoint_picker.health import PickerHealth
 from services.endpoint_picker.metrics import PickerMetrics
 from services.endpoint_picker.picking import Picker
 from services.endpoint_picker.service import ExternalProcessorService
@@ -29,7 +29,6 @@ from services.logs import log_event
 from services.placement.lifecycle import placement_driver
 from services.placement.settings import SchedulerSettings
 from services.rpc.channels import bind_server, make_server
-from services.rpc.interceptor import CallInterceptor
 from services.rpc.server import MEBIBYTE, freeze_imported_objects, metrics_served, stop_signal
 from services.rpc.settings import ServerSettings
 
@@ -110,8 +109,8 @@ async def serving(
         metrics.watch(service.__len__)
         running = RunningPicker(port=0, health_port=None, metrics_port=metrics_port, picker=picker, service=service)
         health = PickerHealth(lambda: not running.is_draining and len(picker.endpoints) > 0)
-        limits = CallInterceptor(2 * settings.max_streams, registry, [EXT_PROC])
-        main = make_server(max_message_bytes=server.max_message_mib * MEBIBYTE, interceptors=(limits,))
+        # without the interceptor of other servers, which takes a third of a stream's processor time
+        main = make_server(max_message_bytes=server.max_message_mib * MEBIBYTE)
         external_processor_pb2_grpc.add_ExternalProcessorServicer_to_server(service, main)
         health_pb2_grpc.add_HealthServicer_to_server(health, main)
         running.port = bind_server(main, server.host, server.port, credentials)

@@ -38,7 +38,7 @@ class ExternalProcessorService(external_processor_pb2_grpc.ExternalProcessorServ
     async def Process(  # noqa: N802 - the wire names it
         self,
         request_iterator: AsyncIterator[wire.ProcessingRequest],
-        context: grpc.aio.ServicerContext[Any, Any],  # noqa: ARG002 - the wire gives it
+        context: grpc.aio.ServicerContext[Any, Any],
     ) -> AsyncIterator[wire.ProcessingResponse]:
         """Process one HTTP request and its response."""
         if self._num >= self._max_streams:
@@ -54,6 +54,8 @@ class ExternalProcessorService(external_processor_pb2_grpc.ExternalProcessorServ
                 responses = exchange.receive(message)
                 for response in await exchange.place() if responses is None else responses:
                     yield response
+        except ValueError as error:  # of the protocol
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         finally:
             self._num -= 1
             if not self._num:
