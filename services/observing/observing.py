@@ -20,7 +20,7 @@ from services.predictor_server.proxy import Proxy
 from services.predictor_server.settings import MirrorSettings
 from simulator.accuracy.window import ObservedWindow
 
-POLL_S = 0.025  # the ring of a state file has 256 steps
+POLL_S = 0.05  # the ring of a state file has 256 steps
 SCRAPE_S = 5.0
 MAX_METRICS_BYTES = 16 * 2**20
 

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
 
@@ -36,12 +37,14 @@ from services.engine_state import layout
 from services.http.client import HttpClient, Origin, origin_of
 from services.http.server import answering, listening
 from services.logs import log_event
-from services.observing.traffic import TrafficObservation
 from services.predictor_server.engine_source import DownError
 from services.predictor_server.metrics import MirrorMetrics
 from services.predictor_server.proxy import Proxy
 from services.predictor_server.settings import MirrorSettings, SidecarSettings
 from services.supervised_task import supervised
+
+if TYPE_CHECKING:
+    from services.observing.traffic import TrafficObservation
 
 log = logging.getLogger(__name__)
 

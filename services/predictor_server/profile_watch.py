@@ -15,15 +15,16 @@ import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from predictor.config import EngineConfig
 from predictor.profile import Profile, profile_to_json
 from services.logs import log_event
-from services.observing.traffic import TrafficObservation
-from services.observing.window_writing import write_window
 from services.predictor_server.metrics import InstanceMetrics
 from services.predictor_server.profile_watch_settings import ProfileWatchSettings
+
+if TYPE_CHECKING:
+    from services.observing.traffic import TrafficObservation
 
 log = logging.getLogger(__name__)
 
@@ -120,6 +121,9 @@ class ProfileWatch:
 
     async def _observe(self, traffic: MirroredTraffic, path: Path) -> None:
         """Observe a mirrored engine; the first part of the time only shows what the engine is busy with."""
+        from services.observing.traffic import TrafficObservation  # sidecars that check nothing start without it
+        from services.observing.window_writing import write_window
+
         traffic.observation = observation = TrafficObservation(clock_rate=traffic.speed)
         try:
             await asyncio.sleep(self._settings.window_s)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +19,6 @@ from predictor.fitting.calibration import (
     MIN_REQUESTS,
     NUM_BLOCKS,
     T_90,
-    Calibration,
     ConstantEstimate,
     MeasuredLatencies,
     calibrate,
@@ -31,6 +30,9 @@ from predictor.step_time import StepTime
 from simulator.accuracy.replayed_window import RequestTimes, compared_requests, measured_times, replayed_times
 from simulator.accuracy.step_errors import PAUSE
 from simulator.accuracy.window import CLIENT, Array, ObservedRequest, ObservedSteps, ObservedWindow
+
+if TYPE_CHECKING:
+    from predictor.fitting.calibration import Calibration
 
 OUTSIDE_OF_STEPS = "request_s"  # only a client sees that time
 FACTOR = "factor"

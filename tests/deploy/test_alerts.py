@@ -120,6 +120,9 @@ CASES = {
     ),
     "BlockForecastError": Case(errors(0.5, 0.1), errors(0.3, 0.1), 45),
     "BlockForecastBias": Case(errors(0.1, -0.3), errors(0.1, -0.1), 45),
+    "BlockProfileDoesNotHold": Case(
+        {'block_profile_holds{instance="one"}': steady(0)}, {'block_profile_holds{instance="one"}': steady(1)}, 40
+    ),
     "BlockLengthDrift": Case(
         {'block_tagger_drift{estimator="knn",model="m"}': steady(1)},
         {'block_tagger_drift{estimator="knn",model="m"}': steady(0)},

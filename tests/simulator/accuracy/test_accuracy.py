@@ -8,7 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from predictor.config import CONSUMER, PRODUCER
 from predictor.profile import Transit
+from predictor.request import DECODE, PREFILL
 from predictor.snapshot_conversion import snapshot_of
 from simulator.accuracy.accuracy import accuracy_of, verdict
 from simulator.accuracy.accuracy_report import as_html, as_json, as_text
@@ -133,6 +135,19 @@ def test_requests_that_did_not_end_by_themselves_are_served_but_not_compared() -
     found = accuracy_of(window, A30, recalibrates=False)
     assert len(found.measured) == len(SERVED) - 2
     assert found.errors[0].median < 0.2
+
+
+@pytest.mark.parametrize(("leg", "role"), [(PREFILL, PRODUCER), (DECODE, CONSUMER)])
+def test_legs_of_requests_are_replayed_as_such(leg: str, role: str) -> None:
+    """A prefill leg ends with its first token; a decode leg fetches for as long as was observed."""
+    config = replace(CONFIG, kv_role=role, kv_lease_s=2.0, kv_bytes_per_token=1000)
+    served = [replace(one, leg=leg, transfer_s=0.03 if leg == DECODE else None) for one in SERVED[:40]]
+    served = [replace(one, output_tokens=1) if leg == PREFILL else one for one in served]
+    found = accuracy_of(window_of(A30.step_time, served, config), A30, recalibrates=False)
+    assert len(found.measured) == 40
+    assert found.error_of["e2e"].p90 == pytest.approx(0.0, abs=1e-9)
+    slower = window_of(slowed(A30.step_time, 1.3), served, config)
+    assert accuracy_of(slower, A30, recalibrates=False).error_of["e2e"].bias < -0.1
 
 
 def test_nothing_to_compare_gives_no_verdict() -> None:
