@@ -6,9 +6,7 @@ import asyncio
 import subprocess
 import sys
 import threading
-from concurrent import futures
 
-import grpc
 import pytest
 
 from services.tracing import otlp
@@ -66,39 +64,24 @@ def test_a_bad_protocol() -> None:
 def test_a_collector_gets_the_spans() -> None:
     """By OTLP over gRPC, with the name of the service, when tracing ends at the latest."""
     pytest.importorskip("opentelemetry.sdk")
-    from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+    from tests.otlp_collector import attributes_of, collecting
 
-    received = []
-
-    class Collector(trace_service_pb2_grpc.TraceServiceServicer):
-        def Export(self, request: trace_service_pb2.ExportTraceServiceRequest, context: object) -> object:
-            received.append(request)
-            return trace_service_pb2.ExportTraceServiceResponse()
-
-    server = grpc.server(futures.ThreadPoolExecutor(1))
-    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(Collector(), server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-
-    async def test() -> None:
-        settings = TracingSettings(otlp_traces_endpoint=f"http://127.0.0.1:{port}")
-        async with traced(settings, "block-test", {}) as tracer:
+    async def test(url: str) -> None:
+        async with traced(TracingSettings(otlp_traces_endpoint=url), "block-test", {}) as tracer:
             assert tracer is not None
             span = tracer.begin("chat tiny", None, {"block.instance": "one", "left.out": None}, 1.0)
             assert span is not None
             span.child("block.schedule", {}).end("late")
             span.end()
 
-    asyncio.run(test())
-    server.stop(None)
-    (resource,) = (one for request in received for one in request.resource_spans)
-    names = {one.key: one.value.string_value for one in resource.resource.attributes}
-    assert names["service.name"] == "block-test"
-    spans = {span.name: span for scope in resource.scope_spans for span in scope.spans}
-    assert spans["chat tiny"].start_time_unix_nano == 1_000_000_000
-    assert [(one.key, one.value.string_value) for one in spans["chat tiny"].attributes] == [("block.instance", "one")]
-    assert spans["block.schedule"].parent_span_id == spans["chat tiny"].span_id
-    assert spans["block.schedule"].status.code == 2  # error
+    with collecting() as collector:
+        asyncio.run(test(collector.url))
+        own, schedule = collector.named("chat tiny"), collector.named("block.schedule")
+    assert {service for service, _ in collector.spans} == {"block-test"}
+    assert own.start_time_unix_nano == 1_000_000_000
+    assert attributes_of(own) == {"block.instance": "one"}
+    assert schedule.parent_span_id == own.span_id
+    assert schedule.status.code == 2  # error
 
 
 def test_a_collector_that_hangs_does_not_keep_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
