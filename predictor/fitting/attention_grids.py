@@ -197,7 +197,9 @@ def _prefill_s(step_time: StepTime, steps: Steps) -> Array:
 def _mixed_decode_s(step_time: StepTime, steps: Steps) -> Array:
     """Interpolate what the decodes beside chunks add, as if nothing of it were hidden."""
     ones = np.zeros(len(steps))
-    alone = replace(steps, num_tokens=steps.num_decodes, num_prefills=ones, prefill_qq=ones, prefill_qkv=ones)
+    alone = replace(
+        steps, num_tokens=steps.num_decodes, num_prefills=ones, prefill_qq=ones, prefill_qkv=ones
+    )
     return predict(StepTime(decode_attention=step_time.mixed_attention), alone)
 
 

@@ -114,11 +114,7 @@ def test_parts_find_each_other(name: str) -> None:
     items = rendered(name)
     templates, services = pods(items), of_kind(items, "Service")
     labels = [template["metadata"]["labels"] for template in templates.values()]
-    selected = [
-        *services.values(),
-        *of_kind(items, "PodDisruptionBudget").values(),
-        *of_kind(items, "NetworkPolicy").values(),
-    ]
+    selected = [*services.values(), *of_kind(items, "PodDisruptionBudget").values(), *of_kind(items, "NetworkPolicy").values()]
     for item in selected:
         selector = item["spec"].get("selector", item["spec"].get("podSelector"))
         selector = selector.get("matchLabels", selector)
@@ -220,9 +216,7 @@ def test_ranks_have_the_ids_that_schedulers_expect() -> None:
     """The sidecar of several ranks names them as discovery does, with the files of vLLM's plug-in."""
     items = rendered("gateway-api, ranks")
     (sidecar,) = (one for one in containers(items) if one["name"] == "sidecar")
-    engines = [
-        word.removeprefix("--engine=") for word in command_line(sidecar, "chat-0") if word.startswith("--engine=")
-    ]
+    engines = [word.removeprefix("--engine=") for word in command_line(sidecar, "chat-0") if word.startswith("--engine=")]
     assert engines == [
         "chat-0-rank-0=/dev/shm/block/engine.state,http://127.0.0.1:8000",
         "chat-0-rank-1=/dev/shm/block/engine-dp1.state,http://127.0.0.1:8001",
@@ -269,9 +263,7 @@ def test_the_provisioner_may_do_what_its_hook_does() -> None:
         ("update", "leases.coordination.k8s.io", "chat-block-provisioner"),
     }  # fmt: skip
     accounts = {name: one["spec"].get("serviceAccountName") for name, one in pods(items).items()}
-    assert [name for name, account in accounts.items() if account == "chat-block-provisioner"] == [
-        "chat-block-provisioner"
-    ]
+    assert [name for name, account in accounts.items() if account == "chat-block-provisioner"] == ["chat-block-provisioner"]
     (binding,) = (one for name, one in of_kind(items, "RoleBinding").items() if name == "chat-block-provisioner")
     assert binding["subjects"] == [{"kind": "ServiceAccount", "name": "chat-block-provisioner", "namespace": "llm"}]
     assert "chat-block-engine-chat" in of_kind(items, "Deployment")
@@ -296,10 +288,7 @@ def test_envoy_has_the_addresses_of_the_release(name: str) -> None:
     by_dns = router["proxy"]["configuration"] == "override_host"
     assert fails_open == (router["proxy"]["failOpen"] and by_dns)
     endpoints = re.findall(r'"address": "([^"]+svc[^"]+)", "port_value": (\d+)', text)
-    expected = [
-        ("chat-block-engines.llm.svc.cluster.local", str(one["number"]))
-        for one in router["modelServers"]["targetPorts"]
-    ]
+    expected = [("chat-block-engines.llm.svc.cluster.local", str(one["number"])) for one in router["modelServers"]["targetPorts"]]
     assert endpoints == (expected if by_dns else [])
     assert ("chat-block-engines" in of_kind(items, "Service")) == by_dns
     limits = any("--max-endpoints=1" in one.get("args", []) for one in containers(items))
@@ -311,12 +300,7 @@ def test_patches_of_other_charts_deployments_are_valid(name: str, accepted: Any)
     """A Deployment with the patch follows the schemas, mounts what it has, and its sidecar accepts its command line."""
     kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="make helm installs it")
     patch = yaml.safe_load((ROOT / "deploy" / "kubernetes" / f"{name}.yaml").read_text())["spec"]["template"]["spec"]
-    vllm = {
-        "name": "vllm",
-        "image": "vllm/vllm-openai:v0.32.0",
-        "args": ["--model=m"],
-        "ports": [{"containerPort": 8000}],
-    }
+    vllm = {"name": "vllm", "image": "vllm/vllm-openai:v0.32.0", "args": ["--model=m"], "ports": [{"containerPort": 8000}]}
     parts = {one["name"]: one for one in [vllm, *patch["containers"]]}
     parts["vllm"] = {**vllm, **parts["vllm"]}  # by name, as a strategic merge does
     spec = {**patch, "containers": list(parts.values())}
@@ -397,16 +381,9 @@ def test_the_schema_knows_every_value() -> None:
                 yield from missing(inner, values[name], f"{path}{name}.")
 
     assert list(missing(schema, values)) == ["global"]  # Helm adds it
-    examples = re.findall(
-        r"^# +(\w+):|^# - (\w+):", (CHART / "values.yaml").read_text().partition("\nengines: []")[2], re.MULTILINE
-    )
+    examples = re.findall(r"^# +(\w+):|^# - (\w+):", (CHART / "values.yaml").read_text().partition("\nengines: []")[2], re.MULTILINE)
     engine = set(schema["properties"]["engines"]["items"]["properties"])
-    named = {first or second for first, second in examples} | {
-        "tolerations",
-        "affinity",
-        "podAnnotations",
-        "volumeMounts",
-    }
+    named = {first or second for first, second in examples} | {"tolerations", "affinity", "podAnnotations", "volumeMounts"}
     assert engine <= named
 
 
@@ -418,3 +395,4 @@ def test_a_package_has_the_linked_files(tmp_path: Path) -> None:
     done = helm("template", "chat", str(archive), values=merged(LABELS, MATRIX["standalone"]))
     assert done.returncode == 0, done.stderr
     assert "override_host" in done.stdout
+

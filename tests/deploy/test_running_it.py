@@ -148,8 +148,6 @@ def test_the_image_has_every_package() -> None:
     for name in (*packages, "deploy/vllm_plugin"):
         assert f"COPY {name} /src/{name}\n" in image
         assert f"!{name}" in sent
-    copied = [
-        source for line in re.findall(r"^COPY (?!--from)(.*)$", image, re.MULTILINE) for source in line.split()[:-1]
-    ]
+    copied = [source for line in re.findall(r"^COPY (?!--from)(.*)$", image, re.MULTILINE) for source in line.split()[:-1]]
     assert all((DEPLOY.parent / source).exists() for source in copied)
     assert re.search(r"^USER 65532:65532$", image, re.MULTILINE)

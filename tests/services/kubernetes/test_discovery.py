@@ -368,9 +368,7 @@ def test_a_cluster_without_the_resource_is_named() -> None:
         del kube.collections[POOLS], kube.collections[OBJECTIVES]
         with api_server(kube) as url:
             async with following(url) as found:
-                await found.until_problem(
-                    "cannot list inferencepools.inference.networking.k8s.io in namespace llm: status 404"
-                )
+                await found.until_problem("cannot list inferencepools.inference.networking.k8s.io in namespace llm: status 404")
                 kube.collections[POOLS] = {}
                 await found.until_problem("InferencePool llm/chat does not exist")
                 kube.put(POOLS, pool())

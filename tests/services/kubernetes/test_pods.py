@@ -138,9 +138,7 @@ def test_a_higher_priority_of_an_objective_is_a_lower_number_of_ours() -> None:
 
 def test_annotations_of_an_objective_give_targets() -> None:
     """They have the names of the table's fields."""
-    found = objective_from_resource(
-        objective(5, ttft_slo_s="0.5", tpot_slo_s="0.05", weight="2", when_late="demote"), "chat"
-    )
+    found = objective_from_resource(objective(5, ttft_slo_s="0.5", tpot_slo_s="0.05", weight="2", when_late="demote"), "chat")
     assert found is not None
     assert (found.slo.ttft_s, found.slo.tpot_s, found.weight, found.when_late) == (0.5, 0.05, 2.0, "demote")
     with pytest.raises(ValueError, match="block-serving/weight: 'much' is no number"):

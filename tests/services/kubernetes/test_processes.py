@@ -119,10 +119,7 @@ def test_a_gateway_serves_a_pool_and_its_objectives() -> None:
             "endpoint_target_ports: 'x' is no port",
         ),
         ([*FROM, "--kubernetes-api", "ftp://x"], "kubernetes_api: 'ftp://x': must be a URL"),
-        (
-            [*FROM, "--kubernetes-api", "http://x", "--kubernetes-token-file", "/no/file"],
-            "kubernetes_token_file: /no/file",
-        ),
+        ([*FROM, "--kubernetes-api", "http://x", "--kubernetes-token-file", "/no/file"], "kubernetes_token_file: /no/file"),
         (FROM, "kubernetes_api: is missing"),
     ],
 )
