@@ -42,12 +42,12 @@ def main() -> None:
 def written(folders: Sequence[Path] = ()) -> Iterator[tuple[Path, str]]:
     """Return the files and their contents; a chart can only contain what lies inside it."""
     dashboards = {dashboard.file: json_text(dashboard.json()) for dashboard in DASHBOARDS}
-    in_chart = (CHART / "files" / "dashboards",) if CHART.is_dir() else ()
+    in_chart = (CHART / "dashboards",) if CHART.is_dir() else ()
     for folder in (FOLDER, *in_chart, *folders):
         yield from ((folder / name, text) for name, text in dashboards.items())
     if CHART.is_dir():
         for name in SHARED_RULES:
-            yield CHART / "files" / "prometheus" / name, (RULES / name).read_text(encoding="utf-8")
+            yield CHART / "prometheus" / name, (RULES / name).read_text(encoding="utf-8")
 
 
 def json_text(dashboard: Mapping[str, object]) -> str:

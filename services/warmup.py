@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from predictor.batching import BATCHERS
 from predictor.config import EngineConfig
@@ -15,8 +16,11 @@ from predictor.snapshot_conversion import engine_from, snapshot_of
 from simulator.replay import loaded_engine
 
 
-def warm_up() -> float:
-    """Run every kernel once, from the cache where it is there; return the seconds it took."""
+def warm_up(on_step: Callable[[], None] = lambda: None) -> float:
+    """Run every kernel once, from the cache where it is there; return the seconds it took.
+
+    `on_step` is called after the kernels of each local scheduler.
+    """
     start_s = time.monotonic()
     expected_tokens(Tag(median_tokens=2.0, spread=1.0), 1)  # imports scipy
     request = RequestFacts(request_id="running", prompt_tokens=40, output_tokens=4)
@@ -30,6 +34,7 @@ def warm_up() -> float:
         Forecaster(engine).forecast([candidate], engine.now_s)
         engine_from(snapshot_of(engine, engine.now_s), constant_profile().step_time).next_step()
         engine.abort("running")
+        on_step()
     replica = EngineReplica(config, constant_profile().step_time, num_slots=1, track_blocks=False)
     replica.step_seconds(
         num_tokens=1, num_sampled=1, num_decodes=1, decode_context=9, num_prefills=0, prefill_qq=0.0, prefill_qkv=0.0,

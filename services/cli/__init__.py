@@ -28,6 +28,7 @@ COMMANDS = {
     "serve": LazyCommand("services.cli.serve:serve", "Run one component of the system"),
     "simulate": LazyCommand("services.cli.simulate:simulate", "Simulate a cluster by several policies"),
     "tagger": LazyCommand("services.cli.tagger:tagger", "Train, evaluate and query estimators of response lengths"),
+    "top": LazyCommand("services.cli.top:top", "Show what a running cluster does"),
     "up": LazyCommand("services.cli.up:up", "Run the whole system on this machine"),
     "warm": LazyCommand("services.cli.warm:warm", "Compile the kernels into the cache"),
 }

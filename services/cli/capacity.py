@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from services.cli.capacity_goodput import find_goodput
+from services.cli.first_use import say_if_compiling
 from services.cli.mix_options import mix_option, refuse_given, with_mix
 from services.cli.simulate_options import policies_in, policy_option, runner_for, scenario_of, scenario_options
 from services.settings import default_of
@@ -114,6 +115,7 @@ def capacity(
     With --mix or --attained it is the goodput: the largest rate at which a share of the requests of a mix, or of their
     tokens, have all tokens by their deadlines.
     """
+    say_if_compiling()
     chosen = policies_in(policies)
     scenario = with_mix(scenario_of(trace, flags), mix_file)
     for name, value in (("precision", precision), ("resolution", resolution)):

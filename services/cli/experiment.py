@@ -9,6 +9,7 @@ from pathlib import Path
 
 import click
 
+from services.cli.first_use import say_if_compiling
 from services.cli.simulate_options import bar, runner_for
 from services.result_files import ResultCache, write_report
 from simulator.experiments.experiment import (
@@ -56,6 +57,7 @@ def experiment(
         for known in experiment_names():
             print(f"{known:24} {experiment_named(known).title}")
         return
+    say_if_compiling()
     wanted = experiment_named(name)
     if seeds is not None:
         if seeds < 1:

@@ -14,6 +14,7 @@ from predictor.forecast_result import Forecast
 from predictor.lengths import DEFAULT_RESIDUAL, RESIDUALS
 from predictor.snapshot_conversion import engine_from
 from services.cli.engine_options import profile_named
+from services.cli.first_use import say_if_compiling
 from services.settings import A30_PROFILE
 from simulator.codec import plain, read_json, request_from, snapshot_from
 
@@ -61,6 +62,7 @@ def forecast(
     snapshot: str, request_file: str, profile_name: str, residual: str, pace: float, *, delays: bool, as_json: bool
 ) -> None:
     """Forecast REQUEST (JSON, one or a list) on the engine of SNAPSHOT (JSON); - is standard input."""
+    say_if_compiling()
     profile = profile_named(profile_name)
     try:
         state = snapshot_from(read_json(snapshot))

@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from scheduler.provisioning.tiers import tiers_in
+from services.cli.first_use import say_if_compiling
 from services.cli.mix_options import mix_option, refuse_given, with_mix
 from services.cli.recommend_costs import BY_DEADLINES, CostMeasure
 from services.cli.recommend_pools import recommend_by_pools
@@ -142,6 +143,7 @@ def recommend_command(
     fewer. With --mix the SLO is that a share of the requests have all tokens by their deadlines, and the cost is shown
     in instance-seconds per request, beside the least possible.
     """
+    say_if_compiling()
     for name, value in (("seeds", seeds), ("max_instances", max_instances)):
         if value < 1:
             raise ValueError(f"{name}: must be at least 1, not {value}")

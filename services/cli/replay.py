@@ -21,6 +21,7 @@ from predictor.gain import attainment_report, attainment_table
 from predictor.request import RequestFacts
 from predictor.step_time import StepTime
 from services.cli.engine_options import ENGINE, engine_of
+from services.cli.first_use import say_if_compiling
 from services.cli.mix_options import gain_weights, mix_options
 from services.cli.settings_options import SettingValues, settings_options
 from simulator.codec import plain, requests_from_file
@@ -63,6 +64,7 @@ def replay(
     A request has prompt_tokens (a count, or the token ids) and output_tokens, and may have arrival_s, max_tokens,
     priority, request_class, weight, slo (an object with ttft_s and tpot_s), prefix_hashes and request_id.
     """
+    say_if_compiling()
     profile, config = engine_of(given)
     weights = gain_weights(priority_weight, first_token_weight)
     requests = requests_from_file(requests_file, block_size=config.block_size)

@@ -15,6 +15,7 @@ from services.logs import LogSettings
 from services.placement.settings import SchedulerSettings
 from services.rpc.settings import ServerSettings
 from services.settings import PORTS, CommandSettings, SettingsPart
+from services.tracing.otlp import TracingSettings
 
 MEBIBYTE = 2**20
 KEY_VARIABLE = "BLOCK_GATEWAY_API_KEY"
@@ -23,6 +24,7 @@ SETTINGS = CommandSettings(
     SettingsPart(ServerSettings, defaults={"port": PORTS["gateway"]}),
     LogSettings,
     SettingsPart(GatewaySettings, defaults={"schedulers": (f"127.0.0.1:{PORTS['scheduler']}",)}),
+    TracingSettings,
     SettingsPart(InstanceSourceSettings, lent_by=serve_scheduler.SETTINGS, help="In-process: {}"),
     SettingsPart(SchedulerSettings, lent_by=serve_scheduler.SETTINGS, help="In-process: {}"),
 )
@@ -58,4 +60,4 @@ def gateway(given: SettingValues) -> None:
         decisions = InProcessDecisions(
             settings=given.make(SchedulerSettings), source=instances.source(), poll_s=instances.poll_s, rpc=rpc
         )
-    serve(settings, server, accepted, decisions)
+    serve(settings, server, accepted, decisions, given.make(TracingSettings))

@@ -10,6 +10,7 @@ from services.logs import LogSettings
 from services.placement.settings import SchedulerSettings
 from services.rpc.settings import ServerSettings
 from services.settings import PORTS, CommandSettings, SettingsPart
+from services.tracing.otlp import TracingSettings
 
 SETTINGS = CommandSettings(
     "scheduler",
@@ -17,6 +18,7 @@ SETTINGS = CommandSettings(
     LogSettings,
     InstanceSourceSettings,
     SchedulerSettings,
+    TracingSettings,
 )
 
 
@@ -28,4 +30,4 @@ def scheduler(given: SettingValues) -> None:
 
     server = server_of(given)
     instances = given.make(InstanceSourceSettings)
-    serve(given.make(SchedulerSettings), server, instances.source(), instances.poll_s)
+    serve(given.make(SchedulerSettings), server, instances.source(), instances.poll_s, given.make(TracingSettings))

@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from predictor.gain import attainment_table
+from services.cli.first_use import say_if_compiling
 from services.cli.mix_options import gain_weights, mix_options, with_mix
 from services.cli.simulate_options import bar, policies_in, policy_option, scenario_of, scenario_options
 from services.cli.simulate_provisioning import (
@@ -86,6 +87,7 @@ def simulate(
     TRACE is JSON lines or CSV, in the format of `block replay` or a public one: Azure, Mooncake, BurstGPT, ShareGPT
     lengths.
     """
+    say_if_compiling()
     chosen = policies_in(policies)
     scenario = with_mix(scenario_of(trace, flags), mix_file)
     weights = gain_weights(priority_weight, first_token_weight)

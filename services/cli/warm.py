@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import count
 
 import click
 
@@ -16,13 +17,18 @@ def warm() -> None:
     start_s = time.monotonic()
     warmed()
     warm_indicators()
+    click.echo("compiling the simulator", err=True)
     warm_simulator()
     click.echo(f"kernels ready in {time.monotonic() - start_s:.1f} s")
 
 
 def warmed() -> float:
     """Compile the engine model's kernels or load them from the cache; return the seconds it took."""
+    from predictor.batching import BATCHERS
+    from services.cli.simulate_options import bar
     from services.warmup import warm_up
 
     click.echo("compiling the engine model: this takes about a minute the first time", err=True)
-    return warm_up()
+    with bar(len(BATCHERS), "kernels") as at:
+        done = count(1)
+        return warm_up(lambda: at(next(done)))

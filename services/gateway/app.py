@@ -16,13 +16,13 @@ from services.gateway.incoming import AUTHORIZATION, Incoming, headers_to_pass, 
 from services.gateway.keys import ANY_CLIENT, ApiKeys, KeyHolder
 from services.gateway.placing import Placing
 from services.gateway.proxy import RequestForwarder
+from services.gateway.request_spans import RequestSpans
 from services.http.application import CLIENT_LEFT, JSON, Application, Call, while_client_stays
 from services.http.client import Headers
 from services.http.errors import ApiError
 from services.http.openai_body import OpenAIRequest, read_body, with_fields
 from services.http.request_facts import RequestHeaders, body_to_pass, read_headers, request_id_of, request_message
 from services.http.stream_continuation import IDS_FIELD
-from services.http.trace_context import sampled_trace_id
 
 log = logging.getLogger(__name__)
 
@@ -99,19 +99,21 @@ class Gateway(Application):
             request.arrival_unix_s = call.arrived_unix_s
             hides_token_ids = context.settings.asks_for_token_ids(openai)
             client_body = with_fields(body, RETURN_IDS) if hides_token_ids else body
+            spans = RequestSpans(context.tracer, call, openai, request)
+            passed = headers_to_pass(call.headers, request_id, with_authorization=not self._keys)
             incoming = Incoming(
                 arrived_s=call.arrived_s,
                 openai=openai,
                 request=request,
                 target=target_of(call.scope),
-                headers=headers_to_pass(call.headers, request_id, with_authorization=not self._keys),
+                spans=spans,
+                headers=spans.headers_from(passed),
                 own_body=body,
                 client_body=client_body,
                 body=body_to_pass(client_body, openai, request),
                 is_chat=chat,
                 hides_token_ids=hides_token_ids,
                 explain=headers.explain,
-                trace_id=sampled_trace_id(call.headers),
             )
             placing = Placing(shared=context, incoming=incoming, undivided=openai.undivided)
             forwarder = RequestForwarder(
@@ -121,7 +123,8 @@ class Gateway(Application):
                 placing=placing,
                 attainment=attainment_of(incoming, context.metrics),
             )
-            await while_client_stays(forwarder.run(), call.receive)
+            with spans.recorded(call):
+                await while_client_stays(forwarder.run(), call.receive)
 
     @contextmanager
     def _unique(self, request_id: str) -> Iterator[str]:

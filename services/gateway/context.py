@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from services.gateway.destinations import Fallback, OutlierDetection
 from services.gateway.metrics import GatewayMetrics
@@ -14,6 +15,9 @@ from services.gateway.settings import GatewaySettings
 from services.http.client import HttpClient
 from services.http.prompt_tokens import PromptSizes, PromptTokens
 from services.objectives import ObjectiveTable
+
+if TYPE_CHECKING:
+    from services.tracing.spans import RequestTracer
 
 
 class RetryBudget:
@@ -58,3 +62,4 @@ class GatewayContext:
     models: Models
     objectives: ObjectiveTable
     loop: asyncio.AbstractEventLoop
+    tracer: RequestTracer | None = None  # without, nothing is traced

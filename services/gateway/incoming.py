@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from protos.block.v1 import common_pb2
+from services.gateway.request_spans import RequestSpans
 from services.http.application import REQUEST_ID
 from services.http.client import Headers
 from services.http.continued_request import continued_request
@@ -30,6 +31,7 @@ class Incoming:
     openai: OpenAIRequest
     request: common_pb2.Request  # its request_id is unique among those under way
     target: bytes  # path and query
+    spans: RequestSpans
     headers: Headers  # for the engine
     own_body: bytes  # as the client sent it
     client_body: bytes  # with what the gateway asks for in its place
@@ -37,7 +39,6 @@ class Incoming:
     explain: bool = False  # whether the reply explains the decision
     is_chat: bool = False
     hides_token_ids: bool = False  # the gateway asks for token ids, and the client did not
-    trace_id: str = ""  # of the trace that records the request, if any does
 
     def body_for(self, decision: common_pb2.Decision | None) -> bytes:
         """Return the body for the engine of a decision, which may have changed what the request asks for."""

@@ -6,14 +6,20 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from protos.block.v1 import common_pb2, scheduler_pb2
 from services.gateway.context import GatewayContext
 from services.gateway.destinations import NEXT_BEST, Destination, destination_of, unreserved_destinations
 from services.gateway.incoming import Incoming
+from services.gateway.request_spans import end_scheduling
 from services.gateway.schedulers import NoSchedulerError
 from services.http.errors import ApiError, ShedError
+from services.http.trace_context import TraceParent
 from services.logs import log_event
+
+if TYPE_CHECKING:
+    from services.tracing.spans import ActiveSpan
 
 log = logging.getLogger(__name__)
 
@@ -52,17 +58,33 @@ class Placing:
     async def _place(self, leg: common_pb2.Leg.ValueType) -> Destination:
         self.incoming.request.leg = leg
         start_s = time.monotonic()
-        destination = await self._find(leg)
+        span = self.incoming.spans.scheduling()
+        if span is None:
+            destination = await self._find(leg, None)
+        else:
+            destination = await self._recorded(leg, span)
         took_s = time.monotonic() - start_s
         self.took_s += took_s
         self.shared.metrics.decision.observe(took_s)
         return destination
 
-    async def _find(self, leg: common_pb2.Leg.ValueType) -> Destination:
+    async def _recorded(self, leg: common_pb2.Leg.ValueType, span: ActiveSpan) -> Destination:
+        destination: Destination | None = None
+        failure: BaseException | None = None
+        try:
+            destination = await self._find(leg, span.parent)
+        except BaseException as error:
+            failure = error
+            raise
+        finally:
+            end_scheduling(span, destination, failure)
+        return destination
+
+    async def _find(self, leg: common_pb2.Leg.ValueType, parent: TraceParent | None) -> Destination:
         shared = self.shared
         avoided = shared.failed_lately.avoided()
         try:
-            return await self._decided_avoiding(avoided)
+            return await self._decided_avoiding(avoided, parent)
         except ShedError:
             raise
         except NoSchedulerError:
@@ -83,18 +105,18 @@ class Placing:
         shared.metrics.last_resort.labels(destination.policy).inc()
         return destination
 
-    async def _decided_avoiding(self, avoided: list[str]) -> Destination:
+    async def _decided_avoiding(self, avoided: list[str], parent: TraceParent | None) -> Destination:
         """Get a decision without the instances that failed recently; if none is left, with them."""
         more = [instance_id for instance_id in avoided if instance_id not in self._excluded]
         if more:
             try:
-                return await self._decided([*self._excluded, *more])
+                return await self._decided([*self._excluded, *more], parent)
             except ApiError as error:
                 if error.status == BUSY:
                     raise
-        return await self._decided(self._excluded)
+        return await self._decided(self._excluded, parent)
 
-    async def _decided(self, excluded: list[str]) -> Destination:
+    async def _decided(self, excluded: list[str], parent: TraceParent | None) -> Destination:
         request = self.incoming.request
         request.waited_s = max(0.0, time.monotonic() - self.incoming.arrived_s)
         message = scheduler_pb2.ScheduleRequest(
@@ -104,7 +126,9 @@ class Placing:
             explain=self.incoming.explain,
         )
         elsewhere = bool(self.shared.last_resort)  # otherwise the request waits even for schedulers that do not reply
-        response = await self.shared.schedulers.schedule(message, abandoned=self._give_back, insist=not elsewhere)
+        response = await self.shared.schedulers.schedule(
+            message, abandoned=self._give_back, insist=not elsewhere, parent=parent
+        )
         decision = response.decision
         try:
             destination = destination_of(decision)

@@ -15,6 +15,7 @@ from protos.block.v1 import common_pb2, scheduler_pb2
 from scheduler.circuit import CircuitState
 from scheduler.instances import OverloadedError
 from services.http.errors import ApiError, ShedError
+from services.http.trace_context import TRACEPARENT, TraceParent
 from services.logs import log_event
 from services.placement.driver import PlacementDriver
 from services.placement.refusals import REFUSALS, UNWILLING, refusal, refusal_of
@@ -51,8 +52,9 @@ class SchedulerClient(Protocol):
         *,
         abandoned: AbandonedDecision | None = None,
         insist: bool = True,
+        parent: TraceParent | None = None,
     ) -> scheduler_pb2.ScheduleResponse:
-        """Get a decision."""
+        """Get a decision; `parent` is the span of whoever waits for it, where one is recorded."""
 
     async def release(self, request: common_pb2.ReleaseRequest) -> bool:
         """Report the end of a request; False where no scheduler took it."""
@@ -104,7 +106,12 @@ class Schedulers:
         return any(one.channel.get_state(try_to_connect=True) is grpc.ChannelConnectivity.READY for one in self._all)
 
     async def schedule(
-        self, request: scheduler_pb2.ScheduleRequest, *, abandoned: AbandonedDecision | None = None, insist: bool = True
+        self,
+        request: scheduler_pb2.ScheduleRequest,
+        *,
+        abandoned: AbandonedDecision | None = None,
+        insist: bool = True,
+        parent: TraceParent | None = None,
     ) -> scheduler_pb2.ScheduleResponse:
         """Get a decision from any scheduler; while all circuits are open, call one nevertheless only with `insist`.
 
@@ -115,7 +122,7 @@ class Schedulers:
         session = request.request.session_id
         for one in self._in_turn("schedule", CircuitState.allows, insist=insist, session=session):
             try:
-                response = await self._call(one, request, abandoned)
+                response = await self._call(one, request, abandoned, parent)
             except grpc.aio.AioRpcError as error:
                 code, details = error.code(), error.details() or ""
                 if code in REFUSALS:
@@ -200,11 +207,20 @@ class Schedulers:
             yield min(self._all, key=lambda one: one.circuit.retry_at_s)
 
     async def _call(
-        self, one: _Scheduler, request: scheduler_pb2.ScheduleRequest, abandoned: AbandonedDecision | None
+        self,
+        one: _Scheduler,
+        request: scheduler_pb2.ScheduleRequest,
+        abandoned: AbandonedDecision | None,
+        parent: TraceParent | None,
     ) -> scheduler_pb2.ScheduleResponse:
+        metadata = () if parent is None else ((TRACEPARENT.decode(), parent.header().decode()),)
         call = self._loop.create_task(
             one.channel.call(
-                f"/{SCHEDULER}/Schedule", request, scheduler_pb2.ScheduleResponse, timeout_s=self._within_s
+                f"/{SCHEDULER}/Schedule",
+                request,
+                scheduler_pb2.ScheduleResponse,
+                timeout_s=self._within_s,
+                metadata=metadata,
             )
         )
         try:
@@ -259,9 +275,10 @@ class InProcessScheduler:
         *,
         abandoned: AbandonedDecision | None = None,
         insist: bool = True,
+        parent: TraceParent | None = None,
     ) -> scheduler_pb2.ScheduleResponse:
         """Decide; a caller that is cancelled meanwhile leaves no reservation behind."""
-        del abandoned, insist  # for decisions that are made elsewhere
+        del abandoned, insist, parent  # for decisions that are made elsewhere
         try:
             async with asyncio.timeout(self._within_s):
                 decision = await self._driver.schedule(request, self._patience_s)

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import uvloop
 from prometheus_client import CollectorRegistry
@@ -34,11 +35,16 @@ from services.placement.settings import SchedulerSettings
 from services.rpc.server import freeze_imported_objects, metrics_served, stop_signal
 from services.rpc.server import serving as rpc_serving
 from services.rpc.settings import ServerSettings
+from services.tracing.otlp import TracingSettings, traced
+
+if TYPE_CHECKING:
+    from services.tracing.spans import RequestTracer
 
 log = logging.getLogger(__name__)
 
 NAME = "gateway"
 FLUSH_S = 5.0  # for the last releases
+NO_TRACES = TracingSettings()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,18 +67,29 @@ class InProcessDecisions:
 
 
 def serve(
-    settings: GatewaySettings, server: ServerSettings, keys: ApiKeys, decisions: InProcessDecisions | None = None
+    settings: GatewaySettings,
+    server: ServerSettings,
+    keys: ApiKeys,
+    decisions: InProcessDecisions | None = None,
+    tracing: TracingSettings = NO_TRACES,
 ) -> None:
     """Run the gateway until SIGTERM or SIGINT."""
-    uvloop.run(serve_until_signalled(settings, server, keys, decisions))
+    uvloop.run(serve_until_signalled(settings, server, keys, decisions, tracing))
 
 
 async def serve_until_signalled(
-    settings: GatewaySettings, server: ServerSettings, keys: ApiKeys, decisions: InProcessDecisions | None = None
+    settings: GatewaySettings,
+    server: ServerSettings,
+    keys: ApiKeys,
+    decisions: InProcessDecisions | None = None,
+    tracing: TracingSettings = NO_TRACES,
 ) -> None:
     """Serve until SIGTERM or SIGINT, then drain."""
     stop = stop_signal()
-    async with serving(settings, server, keys, decisions) as running:
+    async with (
+        traced(tracing, f"block-{NAME}") as tracer,
+        serving(settings, server, keys, decisions, tracer) as running,
+    ):
         freeze_imported_objects()
         log_event(
             log, logging.INFO, "serving", server=NAME, host=server.host, port=running.port,
@@ -89,6 +106,7 @@ async def deciding(
     metrics: GatewayMetrics,
     registry: CollectorRegistry,
     decisions: InProcessDecisions | None,
+    tracer: RequestTracer | None,
 ) -> AsyncIterator[tuple[SchedulerClient, int | None]]:
     """Have decisions while the block runs, by remote schedulers or in this process; then with its gRPC port."""
     failures, within_s = metrics.scheduler_failures, settings.schedule_s
@@ -105,7 +123,7 @@ async def deciding(
             yield local, None
             return
         client = HttpClient()
-        service = SchedulerService(driver, client, registry)
+        service = SchedulerService(driver, client, registry, tracer)
         register = partial(scheduler_pb2_grpc.add_SchedulerServicer_to_server, service)
         try:
             async with rpc_serving(decisions.rpc, [register], registry, problem=decisions.source.problem) as running:
@@ -116,7 +134,11 @@ async def deciding(
 
 @asynccontextmanager
 async def serving(
-    settings: GatewaySettings, server: ServerSettings, keys: ApiKeys, decisions: InProcessDecisions | None = None
+    settings: GatewaySettings,
+    server: ServerSettings,
+    keys: ApiKeys,
+    decisions: InProcessDecisions | None = None,
+    tracer: RequestTracer | None = None,
 ) -> AsyncIterator[RunningGateway]:
     """Serve while the block runs; then refuse new requests and let those under way end, at most `drain_s`."""
     registry = CollectorRegistry()
@@ -135,7 +157,9 @@ async def serving(
         await stack.enter_async_context(following(objectives))
         listener = stack.enter_context(listening(server.host, server.port))
         stack.enter_context(metrics_served(server, registry))
-        schedulers, scheduler_port = await stack.enter_async_context(deciding(settings, metrics, registry, decisions))
+        schedulers, scheduler_port = await stack.enter_async_context(
+            deciding(settings, metrics, registry, decisions, tracer)
+        )
         releases = ReleaseQueue(
             schedulers.release, max_waiting=settings.releases_kept, delivered=metrics.released, lost=metrics.lost
         )
@@ -156,6 +180,7 @@ async def serving(
             models=Models(settings.models, schedulers, last_resort, engines),
             objectives=objectives,
             loop=loop,
+            tracer=tracer,
         )
         gateway = Gateway(context, keys)
         try:

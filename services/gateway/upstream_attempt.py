@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from protos.block.v1 import common_pb2
 from services.gateway.attainment import StreamAttainment
@@ -11,6 +12,7 @@ from services.gateway.context import GatewayContext
 from services.gateway.destinations import LAST_RESORT, Destination
 from services.gateway.incoming import Incoming
 from services.gateway.metrics import ModelMetrics
+from services.gateway.request_spans import STATUS
 from services.http.client import ConnectError, Connection, Headers, request_head
 from services.http.continued_request import EarlierPart
 from services.http.kv_transfer import decode_body, with_cached_tokens
@@ -18,9 +20,13 @@ from services.http.prefill_leg import HeldBlocks, PrefillReply
 from services.http.proxying import OK, RETRIED, SERVER_ERROR, is_event_stream
 from services.http.sse import CANCELLED, FAILED, Ending, StreamReader, ending_of, num_without_token
 
+if TYPE_CHECKING:
+    from services.tracing.spans import ActiveSpan
+
 NOTHING = Ending(finish_reason=FAILED, output_tokens=0, prompt_tokens=None)
 REFUSED = Ending(finish_reason=common_pb2.FINISH_REASON_UNSPECIFIED, output_tokens=0, prompt_tokens=None)
 MIN_WAIT_S = 0.001
+INCOMPLETE_NAMES = {FAILED: "failed", CANCELLED: "cancelled"}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -49,6 +55,7 @@ class UpstreamAttempt:
     _is_finished: bool = False
     _ended: Ending = NOTHING
     _reported: common_pb2.Outcome | None = None
+    _span: ActiveSpan | None = None
 
     @property
     def metrics(self) -> ModelMetrics:
@@ -64,7 +71,10 @@ class UpstreamAttempt:
         body = incoming.body_for(self.destination.decision)
         if held is not None:
             body = decode_body(body, held.prompt)
-        head = request_head(b"POST", origin, incoming.target, incoming.headers, len(body))
+        self._span = incoming.spans.leg("serve" if held is None else "decode", self.destination)
+        head = request_head(
+            b"POST", origin, incoming.target, incoming.spans.headers_below(self._span, incoming.headers), len(body)
+        )
         self._is_sent = True
         try:
             connection = await self.context.engines.send(origin, head, body, timeout_s)
@@ -173,7 +183,7 @@ class UpstreamAttempt:
     def count_failed(self) -> None:
         """Count an attempt that was to be continued, and was not."""
         if self._reported is not None:
-            self.metrics.ended(self._as_received(self._reported), self.incoming.trace_id)
+            self.metrics.ended(self._as_received(self._reported), self.incoming.spans.trace_id)
             self._reported = None
 
     def _end(
@@ -188,9 +198,12 @@ class UpstreamAttempt:
         outcome = self._outcome(ending, ending.finish_reason if reason is None else reason) if self._is_sent else None
         if outcome is not None:
             if counts:
-                self.metrics.ended(self._as_received(outcome), self.incoming.trace_id)
+                self.metrics.ended(self._as_received(outcome), self.incoming.spans.trace_id)
             else:
                 self._reported = outcome
+            self.incoming.spans.ended(self._as_received(outcome))
+        if self._span is not None:
+            self._end_span(self._span, outcome)
         if self.destination.policy == LAST_RESORT:
             return None
         return common_pb2.ReleaseRequest(
@@ -200,6 +213,17 @@ class UpstreamAttempt:
     def _as_received(self, outcome: common_pb2.Outcome) -> common_pb2.Outcome:
         """Return the outcome of the whole answer, of which this attempt is the last part."""
         return outcome if self.earlier is None else self.earlier.whole(outcome, self.incoming.arrived_s)
+
+    def _end_span(self, span: ActiveSpan, outcome: common_pb2.Outcome | None) -> None:
+        span.set({STATUS: self.status or None, "block.output_tokens": self._ended.output_tokens})
+        if self.hand_over_s is not None:
+            span.set({"block.hand_over_ms": self.hand_over_s * 1e3})
+        if outcome is None:
+            span.end("ConnectError")
+        elif self.status >= SERVER_ERROR:
+            span.end(str(self.status))
+        else:
+            span.end(INCOMPLETE_NAMES.get(outcome.finish_reason, ""))
 
     def _ending(self) -> Ending:
         if self.is_stream:

@@ -50,6 +50,7 @@ def decision_message(  # noqa: PLR0913 - what a message is made of
     asked: Objective,
     scheduler_id: str,
     num_candidates: int,
+    state_age_s: float | None,
     explain: bool,
 ) -> common_pb2.Decision:
     """Convert a placement of a request that `asked` for something.
@@ -77,6 +78,8 @@ def decision_message(  # noqa: PLR0913 - what a message is made of
         disaggregation=placement.disaggregation,
         demoted=is_demoted,
         objective=objective_message(objective) if is_demoted or asked.name else None,
+        held_s=placement.held_s or None,
+        state_age_s=state_age_s,
     )
     if placement.prefill is not None:
         message.prefill.CopyFrom(_leg_message(placement.prefill, instance_of))

@@ -204,6 +204,7 @@ class PlacementDriver:
             handle = handles.get(instance_id) or self.registry.find(instance_id)
             return None if handle is None else handle.message
 
+        state_age_s = self._state_age_s(placement.instance_id)
         message = decision_message(
             placement,
             request,
@@ -211,10 +212,11 @@ class PlacementDriver:
             asked=asked,
             scheduler_id=self.settings.scheduler_id,
             num_candidates=len(self.registry.directory.by_id),
+            state_age_s=state_age_s,
             explain=explain or (self.settings.record_candidates and bool(self.settings.record)),
         )
         if not placement.decision.request.dry_run:
-            self._metrics.placed(request.model, placement, self._state_age_s(placement.instance_id))
+            self._metrics.placed(request.model, placement, state_age_s)
             for listener in self._listeners:
                 listener.on_placement(request, placement, message)
         if log.isEnabledFor(logging.DEBUG):

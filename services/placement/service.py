@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
 import grpc
@@ -18,25 +18,39 @@ from scheduler.prefix.prompt import BYTES_PER_TOKEN
 from services.http.client import HttpClient
 from services.http.openai_body import OpenAIRequest
 from services.http.prompt_tokens import PromptSizes, PromptTokens
+from services.http.trace_context import TRACEPARENT, trace_parent_from
 from services.logs import log_event
 from services.placement.driver import PlacementDriver
 from services.placement.generation import Generation
 from services.placement.upstream_engine import engine_request_from
-from services.rpc.errors import NotAllowedError
+from services.rpc.errors import NotAllowedError, status_of
 from services.rpc.messages import require_name
+from services.tracing.attributes import decision_attributes
+
+if TYPE_CHECKING:
+    from services.tracing.spans import ActiveSpan, RequestTracer
 
 log = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
+SERVICE = scheduler_pb2.DESCRIPTOR.services_by_name["Scheduler"].full_name
+CANCELLED = "CANCELLED"
 DEADLINES_PER_DECISION = 3  # of the sidecars, within which a decision is made
 
 
 class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
     """Any scheduler may serve any request, and release what another one reserved."""
 
-    def __init__(self, driver: PlacementDriver, client: HttpClient, registry: CollectorRegistry) -> None:
+    def __init__(
+        self,
+        driver: PlacementDriver,
+        client: HttpClient,
+        registry: CollectorRegistry,
+        tracer: RequestTracer | None = None,
+    ) -> None:
         """Serve the decisions of a driver; `client` sends requests to engines."""
+        self._tracer = tracer
         settings = driver.settings
         self._driver = driver
         self._settings = settings
@@ -66,7 +80,19 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
         context: Context,
     ) -> scheduler_pb2.ScheduleResponse:
         """Decide, and reserve at the chosen instance."""
-        decision = await self._driver.schedule(request, patience_s(context.time_remaining(), self._deadline_s))
+        patience = patience_s(context.time_remaining(), self._deadline_s)
+        span = None if self._tracer is None else begun(self._tracer, "Schedule", context)
+        if span is None:
+            return scheduler_pb2.ScheduleResponse(decision=await self._driver.schedule(request, patience))
+        error = ""
+        try:
+            decision = await self._driver.schedule(request, patience)
+            span.set(decision_attributes(decision))
+        except BaseException as failure:
+            error = status_of(failure).grpc_code.name if isinstance(failure, Exception) else CANCELLED
+            raise
+        finally:
+            span.end(error)
         return scheduler_pb2.ScheduleResponse(decision=decision)
 
     @property
@@ -151,6 +177,18 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
         self._driver.use_policy(request.policy)
         log_event(log, logging.WARNING, "policy switched", policy=self._driver.policy, before=before)
         return scheduler_pb2.UsePolicyResponse(policy=request.policy, before=before)
+
+
+def begun(tracer: RequestTracer, method: str, context: Context) -> ActiveSpan | None:
+    """Start the span of a call, below that of its caller; None where the call is not sampled."""
+    metadata = context.invocation_metadata() or ()
+    parent = next((value for name, value in metadata if name == TRACEPARENT.decode()), "")
+    attributes = {"rpc.system.name": "grpc", "rpc.method": f"{SERVICE}/{method}"}
+    return tracer.begin(f"{SERVICE}/{method}", trace_parent_from(_bytes(parent)), attributes, time.time())
+
+
+def _bytes(value: str | bytes) -> bytes:
+    return value.encode("ascii", "replace") if isinstance(value, str) else value
 
 
 def patience_s(left_s: float | None, sidecar_deadline_s: float) -> float:

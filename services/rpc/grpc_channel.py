@@ -60,6 +60,7 @@ STATUS_OF_HTTP2 = {
     INADEQUATE_SECURITY: grpc.StatusCode.PERMISSION_DENIED,
 }
 
+Metadata = Sequence[tuple[str, str]]  # of a request
 OnMessage = Callable[[bytes], None]
 OnEnd = Callable[[Exception | None], None]
 Response = TypeVar("Response", bound=Message)
@@ -101,13 +102,14 @@ class GrpcChannel:
         on_end: OnEnd,
         *,
         timeout_s: float | None = None,
+        metadata: Metadata = (),
     ) -> GrpcCall:
         """Start a call; messages are sent with its `send`.
 
         `on_message` gets each reply. `on_end` is called once, and never from within this function or `send`: with
         None after status OK, an AioRpcError after another one, or with the error that `on_message` raised.
         """
-        call = GrpcCall(self, path, on_message, on_end, timeout_s)
+        call = GrpcCall(self, path, on_message, on_end, timeout_s, metadata)
         self._calls.add(call)
         if self._is_closed:
             call.fail_soon(grpc.StatusCode.CANCELLED, "the channel is closed")
@@ -149,9 +151,11 @@ class GrpcChannel:
 
     # Calls that a task waits for.
 
-    async def call(self, path: str, request: Message, response: type[Response], *, timeout_s: float) -> Response:
+    async def call(
+        self, path: str, request: Message, response: type[Response], *, timeout_s: float, metadata: Metadata = ()
+    ) -> Response:
         """Send a request, and return the reply."""
-        raw = await self.unary(path, request.SerializeToString(), timeout_s=timeout_s)
+        raw = await self.unary(path, request.SerializeToString(), timeout_s=timeout_s, metadata=metadata)
         try:
             return response.FromString(raw)
         except DecodeError:
@@ -172,7 +176,7 @@ class GrpcChannel:
         finally:
             call.cancel()
 
-    async def unary(self, path: str, request: bytes, *, timeout_s: float) -> bytes:
+    async def unary(self, path: str, request: bytes, *, timeout_s: float, metadata: Metadata = ()) -> bytes:
         """Send a serialised request, and return the serialised reply."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         replies: list[bytes] = []
@@ -184,7 +188,7 @@ class GrpcChannel:
                 error = rpc_error(grpc.StatusCode.INTERNAL, f"{len(replies)} replies to one request")
             done.set_result(None) if error is None else done.set_exception(error)
 
-        call = self.start_call(path, replies.append, end, timeout_s=timeout_s)
+        call = self.start_call(path, replies.append, end, timeout_s=timeout_s, metadata=metadata)
         call.send(request, last=True)
         try:
             await done
@@ -287,13 +291,14 @@ class GrpcChannel:
 class GrpcCall:
     """One call, made by `GrpcChannel.start_call`."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913, PLR0917 - what a call is made of
         self,
         channel: GrpcChannel,
         path: str,
         on_message: OnMessage,
         on_end: OnEnd,
         timeout_s: float | None,
+        metadata: Metadata,
     ) -> None:
         """Wait for a connection, and limit the call by its deadline."""
         self._channel = channel
@@ -301,6 +306,7 @@ class GrpcCall:
         self._on_message = on_message
         self._on_end: OnEnd | None = on_end  # until it is called
         self._timeout_s = timeout_s
+        self._request_metadata = metadata
         self._connection: Http2Connection | None = None
         self._stream: Http2Stream | None = None
         self._unsent: list[tuple[bytes, bool]] = []  # while there is no connection
@@ -339,6 +345,8 @@ class GrpcCall:
         headers = header_block(self._path, self._channel.address)
         if self._timeout_s is not None:
             headers += _timeout_header(self._timeout_s)
+        if self._request_metadata:
+            headers += _compressed(*self._request_metadata)
         try:
             self._stream = connection.open_stream(headers, self)
         except Http2Error as error:

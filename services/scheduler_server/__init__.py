@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import uvloop
 from prometheus_client import CollectorRegistry, ProcessCollector
@@ -20,35 +21,58 @@ from services.placement.service import SchedulerService
 from services.placement.settings import SchedulerSettings
 from services.rpc.server import serve_until_signalled
 from services.rpc.settings import ServerSettings
+from services.tracing.otlp import TracingSettings, traced
+
+if TYPE_CHECKING:
+    from services.tracing.spans import RequestTracer
 
 __all__ = ["SchedulerService", "SchedulerSettings", "scheduling", "serve"]
 
 NAME = "scheduler"
 
 
-def serve(settings: SchedulerSettings, server: ServerSettings, source: InstanceSource, poll_s: float) -> None:
+def serve(
+    settings: SchedulerSettings,
+    server: ServerSettings,
+    source: InstanceSource,
+    poll_s: float,
+    tracing: TracingSettings,
+) -> None:
     """Run the server until it is signalled to stop."""
-    uvloop.run(_serve(settings, server, source, poll_s))
+    uvloop.run(_serve(settings, server, source, poll_s, tracing))
 
 
-async def _serve(settings: SchedulerSettings, server: ServerSettings, source: InstanceSource, poll_s: float) -> None:
+async def _serve(
+    settings: SchedulerSettings,
+    server: ServerSettings,
+    source: InstanceSource,
+    poll_s: float,
+    tracing: TracingSettings,
+) -> None:
     if not settings.scheduler_id:
         settings = replace(settings, scheduler_id=f"{socket.gethostname()}/{os.getpid()}")
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
-    async with scheduling(settings, source, registry, poll_s) as service:
+    async with (
+        traced(tracing, f"block-{NAME}") as tracer,
+        scheduling(settings, source, registry, poll_s, tracer) as service,
+    ):
         register = partial(scheduler_pb2_grpc.add_SchedulerServicer_to_server, service)
         await serve_until_signalled(NAME, server, [register], registry, problem=source.problem)
 
 
 @asynccontextmanager
 async def scheduling(
-    settings: SchedulerSettings, source: InstanceSource, registry: CollectorRegistry, poll_s: float = 1.0
+    settings: SchedulerSettings,
+    source: InstanceSource,
+    registry: CollectorRegistry,
+    poll_s: float = 1.0,
+    tracer: RequestTracer | None = None,
 ) -> AsyncIterator[SchedulerService]:
     """Make the service over the instances of a source; it ends with the context."""
     async with placement_driver(settings, source, registry, poll_s) as driver:
         client = HttpClient()
         try:
-            yield SchedulerService(driver, client, registry)
+            yield SchedulerService(driver, client, registry, tracer)
         finally:
             client.close()

@@ -76,9 +76,9 @@ def test_a_chart_has_the_same_files(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(generate_dashboards, "CHART", tmp_path)
     files = {path: text for path, text in generate_dashboards.written() if path.is_relative_to(tmp_path)}
     names = {str(path.relative_to(tmp_path)) for path in files}
-    assert names == {f"files/dashboards/{path.name}" for path in FILES} | {
-        "files/prometheus/alerts.yml",
-        "files/prometheus/recording.yml",
+    assert names == {f"dashboards/{path.name}" for path in FILES} | {
+        "prometheus/alerts.yml",
+        "prometheus/recording.yml",
     }
 
 

@@ -431,3 +431,19 @@ def test_a_package_has_the_linked_files(tmp_path: Path) -> None:
     done = helm("template", "chat", str(archive), values=merged(LABELS, MATRIX["standalone"]))
     assert done.returncode == 0, done.stderr
     assert "override_host" in done.stdout
+
+
+def test_monitoring_is_that_of_prometheus_alone() -> None:
+    """The chart has all rules that ship, all dashboards, and targets with the names of jobs that alerts know."""
+    items = rendered("gateway-api, all")
+    (rule,) = of_kind(items, "PrometheusRule").values()
+    files = [yaml.safe_load((ROOT / "deploy/prometheus" / name).read_text()) for name in ("recording.yml", "alerts.yml")]
+    assert rule["spec"]["groups"] == [group for file in files for group in file["groups"]]
+    contained = {name for item in of_kind(items, "ConfigMap").values() for name in item["data"]}
+    assert contained >= {path.name for path in (ROOT / "deploy/grafana/dashboards").glob("*.json")}
+    (services,) = of_kind(items, "ServiceMonitor").values()
+    (pods_of_engines,) = of_kind(rendered("gateway-api, engines"), "PodMonitor").values()
+    assert all(one["honorLabels"] for one in services["spec"]["endpoints"])
+    jobs = [one["relabelings"][0]["replacement"] for one in pods_of_engines["spec"]["podMetricsEndpoints"]]
+    assert jobs[0] == "block-sidecar"
+    assert set(jobs[1:]) == {"vllm"}

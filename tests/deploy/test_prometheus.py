@@ -17,7 +17,7 @@ from tests.services.waiting import run
 
 pytestmark = [pytest.mark.prometheus, pytest.mark.xdist_group("cluster")]
 
-LIMIT_S = 300.0
+LIMIT_S = 600.0
 EACH_FAULT_S = 8.0  # between two parts that are killed
 VARIABLES = {
     "$__rate_interval": "30s",

@@ -76,14 +76,14 @@ class Up:
 
 
 @asynccontextmanager
-async def up(folder: Path, *arguments: str) -> AsyncIterator[Up]:
+async def up(folder: Path, *arguments: str, engine_flags: tuple[str, ...] = ()) -> AsyncIterator[Up]:
     """Run `block up --vllm` within a context."""
     model, profile, tables = tiny_model(folder / "model"), folder / "profile.json", folder / "cluster.toml"
     profile.write_text(profile_to_json(PROFILE))
     tables.write_text(TABLES.format(command=interpreter().parent / "vllm", profile=profile))
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
     process = await asyncio.create_subprocess_exec(
-        BLOCK, "up", "-c", str(tables), "--vllm", str(model), *arguments, "--", *ENGINE_FLAGS,
+        BLOCK, "up", "-c", str(tables), "--vllm", str(model), *arguments, "--", *ENGINE_FLAGS, *engine_flags,
         stderr=PIPE, env=environment | OFFLINE,
     )  # fmt: skip
     output: list[str] = []

@@ -1107,6 +1107,8 @@ class Decision(_message.Message):
     DISAGGREGATION_FIELD_NUMBER: _builtins.int
     DEMOTED_FIELD_NUMBER: _builtins.int
     OBJECTIVE_FIELD_NUMBER: _builtins.int
+    HELD_S_FIELD_NUMBER: _builtins.int
+    STATE_AGE_S_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     policy: _builtins.str
     basis: Global___DecisionBasis.ValueType
@@ -1127,6 +1129,10 @@ class Decision(_message.Message):
     """Why the request is disaggregated, or not: one of a few fixed words, empty where no instance has a role."""
     demoted: _builtins.bool
     """No instance keeps the request's deadlines: it goes on as best effort, without deadlines."""
+    held_s: _builtins.float
+    """how long the request waited at the scheduler; absent where it did not"""
+    state_age_s: _builtins.float
+    """age of what was known of the instance; absent where nothing was"""
     @_builtins.property
     def instance(self) -> Global___Instance: ...
     @_builtins.property
@@ -1179,14 +1185,25 @@ class Decision(_message.Message):
         disaggregation: _builtins.str = ...,
         demoted: _builtins.bool = ...,
         objective: Global___Objective | None = ...,
+        held_s: _builtins.float | None = ...,
+        state_age_s: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_reserved_for_s", b"_reserved_for_s", "forecast", b"forecast", "instance", b"instance", "objective", b"objective", "prefill", b"prefill", "reserved_for_s", b"reserved_for_s", "tag", b"tag"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_held_s", b"_held_s", "_reserved_for_s", b"_reserved_for_s", "_state_age_s", b"_state_age_s", "forecast", b"forecast", "held_s", b"held_s", "instance", b"instance", "objective", b"objective", "prefill", b"prefill", "reserved_for_s", b"reserved_for_s", "state_age_s", b"state_age_s", "tag", b"tag"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reserved_for_s", b"_reserved_for_s", "basis", b"basis", "candidates", b"candidates", "decided_unix_s", b"decided_unix_s", "decision_s", b"decision_s", "demoted", b"demoted", "disaggregation", b"disaggregation", "forecast", b"forecast", "instance", b"instance", "next_best", b"next_best", "num_candidates", b"num_candidates", "num_skipped", b"num_skipped", "objective", b"objective", "policy", b"policy", "prefill", b"prefill", "request_id", b"request_id", "reserved_for_s", b"reserved_for_s", "scheduler_id", b"scheduler_id", "tag", b"tag", "why", b"why"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_held_s", b"_held_s", "_reserved_for_s", b"_reserved_for_s", "_state_age_s", b"_state_age_s", "basis", b"basis", "candidates", b"candidates", "decided_unix_s", b"decided_unix_s", "decision_s", b"decision_s", "demoted", b"demoted", "disaggregation", b"disaggregation", "forecast", b"forecast", "held_s", b"held_s", "instance", b"instance", "next_best", b"next_best", "num_candidates", b"num_candidates", "num_skipped", b"num_skipped", "objective", b"objective", "policy", b"policy", "prefill", b"prefill", "request_id", b"request_id", "reserved_for_s", b"reserved_for_s", "scheduler_id", b"scheduler_id", "state_age_s", b"state_age_s", "tag", b"tag", "why", b"why"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__held_s: _TypeAlias = _typing.Literal["held_s"]  # noqa: Y015
+    _WhichOneofArgType__held_s: _TypeAlias = _typing.Literal["_held_s", b"_held_s"]  # noqa: Y015
     _WhichOneofReturnType__reserved_for_s: _TypeAlias = _typing.Literal["reserved_for_s"]  # noqa: Y015
     _WhichOneofArgType__reserved_for_s: _TypeAlias = _typing.Literal["_reserved_for_s", b"_reserved_for_s"]  # noqa: Y015
+    _WhichOneofReturnType__state_age_s: _TypeAlias = _typing.Literal["state_age_s"]  # noqa: Y015
+    _WhichOneofArgType__state_age_s: _TypeAlias = _typing.Literal["_state_age_s", b"_state_age_s"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__held_s) -> _WhichOneofReturnType__held_s | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__reserved_for_s) -> _WhichOneofReturnType__reserved_for_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__state_age_s) -> _WhichOneofReturnType__state_age_s | None: ...
 
 Global___Decision: _TypeAlias = Decision  # noqa: Y015
 

@@ -325,6 +325,7 @@ async def scene(
     keys: tuple[str, ...] = (),
     server: dict[str, Any] | None = None,
     instance: dict[str, Any] | None = None,
+    tracer: Any = None,
     **options: Any,
 ) -> AsyncIterator[Scene]:
     """Start everything; `urls` come before those of the engines."""
@@ -340,7 +341,7 @@ async def scene(
             **{"schedulers": addresses, "schedule_s": PATIENCE_S, "connect_s": PATIENCE_S, **options}
         )
         here = await stack.enter_async_context(
-            serving(settings, ServerSettings(**{"drain_s": 1.0, **(server or {})}), ApiKeys(keys))
+            serving(settings, ServerSettings(**{"drain_s": 1.0, **(server or {})}), ApiKeys(keys), tracer=tracer)
         )
         client = await stack.enter_async_context(
             httpx.AsyncClient(base_url=f"http://{LOCAL}:{here.port}", timeout=LIMIT_S)

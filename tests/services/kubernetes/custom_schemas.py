@@ -73,7 +73,32 @@ HTTP_ROUTE = table(
         maxItems=16,
     ),
 )
-ENDPOINTS = rows(table(["port"], port={"type": "string"}, path={"type": "string"}, interval=DURATION), minItems=1)
+LABEL_OF_A_SERIES = {"type": "string", "pattern": r"^[a-zA-Z_][a-zA-Z0-9_]*$"}
+TEXTS = {"type": "object", "propertyNames": LABEL_OF_A_SERIES, "additionalProperties": {"type": "string"}}
+RELABELINGS = rows(
+    table([], sourceLabels=rows(LABEL_OF_A_SERIES), targetLabel={"type": "string"}, replacement={"type": "string"})
+)
+ENDPOINTS = rows(
+    table(
+        ["port"],
+        port={"type": "string"},
+        path={"type": "string"},
+        interval=DURATION,
+        honorLabels={"type": "boolean"},
+        relabelings=RELABELINGS,
+    ),
+    minItems=1,
+)
+RULE = table(
+    ["expr"],
+    record={"type": "string"},
+    alert={"type": "string"},
+    expr={"type": "string"},
+    labels=TEXTS,
+    annotations=TEXTS,
+    **{"for": DURATION},
+)
+RULE_GROUPS = rows(table(["name", "rules"], name={"type": "string", "minLength": 1}, rules=rows(RULE, minItems=1)))
 NAMESPACES = table([], matchNames=rows(DNS_NAME), any={"type": "boolean"})
 SELECTOR = table([], matchLabels=LABELS)
 TARGET = table(["group", "kind", "name"], group=GROUP, kind=KIND, name=DNS_NAME)
@@ -89,6 +114,9 @@ SCHEMAS = {
     "PodMonitor": resource(
         "monitoring.coreos.com/v1", "PodMonitor",
         table(["selector", "podMetricsEndpoints"], selector=SELECTOR, podMetricsEndpoints=ENDPOINTS, namespaceSelector=NAMESPACES),
+    ),
+    "PrometheusRule": resource(
+        "monitoring.coreos.com/v1", "PrometheusRule", table(["groups"], groups=RULE_GROUPS)
     ),
     "DestinationRule": resource(
         "networking.istio.io/v1", "DestinationRule", table(["host"], host=DNS_NAME, trafficPolicy=ANY)
