@@ -73,7 +73,7 @@ def test_objects_follow_their_schemas(name: str) -> None:
 
 
 @pytest.fixture
-def accepted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
+def accepted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """Give a function that runs a command line up to where its server would start."""
     from services.gateway import keys
     from services.provisioner_server.hooks import kubernetes
@@ -95,7 +95,7 @@ def accepted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
         block.main(args=words, standalone_mode=False)
         return served.pop()
 
-    yield run_command
+    return run_command
 
 
 @pytest.mark.parametrize("name", MATRIX)
