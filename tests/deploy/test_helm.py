@@ -241,6 +241,14 @@ def test_ranks_have_the_ids_that_schedulers_expect() -> None:
         "chat-0-rank-1=/dev/shm/block/engine-dp1.state,http://127.0.0.1:8001",
     ]
     (vllm,) = (one for one in containers(items) if one["name"] == "vllm")
+    monitor = of_kind(items, "PodMonitor")["chat-block-engines"]["spec"]["podMetricsEndpoints"]
+    labels = [
+        one["replacement"]
+        for endpoint in monitor
+        for one in endpoint["relabelings"]
+        if one["targetLabel"] == "instance"
+    ]
+    assert labels == ["$1-rank-0", "$1-rank-1"]
     assert {"--data-parallel-size-local=2", "--data-parallel-multi-port-external-lb"} <= set(vllm["args"])
 
 
@@ -317,6 +325,29 @@ def test_envoy_has_the_addresses_of_the_release(name: str) -> None:
     assert ("chat-block-engines" in of_kind(items, "Service")) == by_dns
     limits = any("--max-endpoints=1" in one.get("args", []) for one in containers(items))
     assert limits != by_dns
+
+
+def test_dashboards_and_rules_are_those_of_the_repository() -> None:
+    """Each dashboard is a ConfigMap, and all rules are in one object; jobs have the names that they ask for."""
+    items = rendered("gateway-api, all")
+    shipped = {path.name: json.loads(path.read_text()) for path in (ROOT / "deploy/grafana/dashboards").glob("*.json")}
+    found = {
+        name: json.loads(text)
+        for item in of_kind(items, "ConfigMap").values() if "grafana_dashboard" in item["metadata"]["labels"]
+        for name, text in item["data"].items()
+    }  # fmt: skip
+    assert found == shipped
+    (rules,) = of_kind(items, "PrometheusRule").values()
+    texts = [(ROOT / "deploy" / "prometheus" / f"{name}.yml").read_text() for name in ("recording", "alerts")]
+    assert rules["spec"]["groups"] == [group for text in texts for group in yaml.safe_load(text)["groups"]]
+    scraped = yaml.safe_load((ROOT / "deploy" / "prometheus" / "prometheus.yml").read_text())["scrape_configs"]
+    parts = {
+        f"block-{template['metadata']['labels']['app.kubernetes.io/component']}"
+        for name in MATRIX for workload, template in pods(rendered(name)).items() if "engine-" not in workload
+    }  # fmt: skip
+    engines = of_kind(rendered("gateway-api, engines"), "PodMonitor")["chat-block-engines"]
+    jobs = {one["relabelings"][0]["replacement"] for one in engines["spec"]["podMetricsEndpoints"]}
+    assert {one["job_name"] for one in scraped} <= parts | jobs
 
 
 @pytest.mark.parametrize("name", ["sidecar-export", "sidecar-mirror"])
