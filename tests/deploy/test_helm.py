@@ -351,34 +351,47 @@ def test_dashboards_and_rules_are_those_of_the_repository() -> None:
 
 
 @pytest.mark.parametrize("name", ["sidecar-export", "sidecar-mirror"])
-def test_patches_of_other_charts_deployments_are_valid(name: str, accepted: Any) -> None:
-    """A Deployment with the patch follows the schemas, mounts what it has, and its sidecar accepts its command line."""
+def test_patches_of_other_charts_deployments_are_valid(name: str, accepted: Any, tmp_path: Path) -> None:
+    """As the real kubectl applies them: the objects are valid, keep what they had, and the sidecar accepts its flags."""
     kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="make helm installs it")
-    patch = yaml.safe_load((ROOT / "deploy" / "kubernetes" / f"{name}.yaml").read_text())["spec"]["template"]["spec"]
+    mount = {"name": "models", "mountPath": "/models"}
     vllm = {
-        "name": "vllm",
-        "image": "vllm/vllm-openai:v0.32.0",
-        "args": ["--model=m"],
-        "ports": [{"containerPort": 8000}],
-    }
-    parts = {one["name"]: one for one in [vllm, *patch["containers"]]}
-    parts["vllm"] = {**vllm, **parts["vllm"]}  # by name, as a strategic merge does
-    spec = {**patch, "containers": list(parts.values())}
-    labels = {"app": "vllm"}
+        "name": "vllm", "image": "vllm/vllm-openai:v0.32.0", "args": ["--model=m"], "volumeMounts": [mount],
+        "env": [{"name": "HF_HOME", "value": "/models"}], "ports": [{"containerPort": 8000}],
+    }  # fmt: skip
+    spec = {
+        "initContainers": [{"name": "model", "image": "busybox", "volumeMounts": [mount]}], "containers": [vllm],
+        "volumes": [{"name": "models", "emptyDir": {}}],
+    }  # fmt: skip
     item = {
         "apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": "vllm"},
-        "spec": {"selector": {"matchLabels": labels}, "template": {"metadata": {"labels": labels}, "spec": spec}},
+        "spec": {"selector": {"matchLabels": {"app": "vllm"}},
+                 "template": {"metadata": {"labels": {"app": "vllm"}}, "spec": spec}},
     }  # fmt: skip
-    kubernetes_validate.validate(item, KUBERNETES, strict=True)
+    file, patch = tmp_path / "deployment.json", ROOT / "deploy" / "kubernetes" / f"{name}.yaml"
+    file.write_text(json.dumps(item))
+    done = subprocess.run(
+        [HELM.with_name("kubectl"), "patch", "--local", "-f", file, "--patch-file", patch, "-o", "json"],
+        capture_output=True, text=True, check=False, timeout=60, env={"HOME": str(tmp_path)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    patched = json.loads(done.stdout)
+    kubernetes_validate.validate(patched, KUBERNETES, strict=True)
+    spec = patched["spec"]["template"]["spec"]
     volumes = {one["name"] for one in spec["volumes"]}
+    assert "models" in volumes
     for container in [*spec["containers"], *spec["initContainers"]]:
-        assert {one["name"] for one in container.get("volumeMounts", [])} <= volumes
-    sidecar = parts["block-sidecar"]
+        assert {one["name"] for one in container["volumeMounts"]} <= volumes
+    parts = {one["name"]: one for one in spec["containers"]}
+    assert mount in parts["vllm"]["volumeMounts"]
+    sidecar, environment = parts["block-sidecar"], {one["name"]: one["value"] for one in parts["vllm"]["env"]}
     assert accepted(command_line(sidecar)) == "predictor"
     assert {one["containerPort"] for one in sidecar["ports"]} >= {50052, 9091}
     if name == "sidecar-export":
-        environment = {one["name"]: one["value"] for one in parts["vllm"]["env"]}
         assert f"--state-file={environment['BLOCK_STATE_FILE']}" in sidecar["args"]
+        assert environment["HF_HOME"] == "/models"
+    else:
+        assert {name: value for name, value in parts["vllm"].items() if value} == vllm
 
 
 def test_envoy_accepts_its_configuration(tmp_path: Path) -> None:

@@ -213,6 +213,40 @@ def test_watches_that_break_go_on_where_they_were() -> None:
     run(test)
 
 
+def test_slow_watches_are_read_piece_by_piece() -> None:
+    """Lines that come in small pieces are put together."""
+
+    async def test() -> None:
+        kube = cluster(pod("a", "10.0.0.1"), piece_bytes=7)
+        with api_server(kube) as url:
+            async with following(url) as found:
+                await found.until("a")
+                kube.put(PODS, pod("b", "10.0.0.2"))
+                kube.put(PODS, pod("a", "10.0.0.1", ready=False))
+                await found.until("b")
+                assert kube.count("list", PODS) == 1
+
+    run(test)
+
+
+def test_a_watch_that_says_nothing_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection that died shows nothing: after a while another watch goes on from the last version."""
+    monkeypatch.setattr(reflector, "QUIET_S", 0.1)
+
+    async def test() -> None:
+        kube = cluster(pod("a", "10.0.0.1"))
+        with api_server(kube) as url:
+            async with following(url) as found:
+                await found.until("a")
+                await until(lambda: kube.count("watch", PODS) >= 3)
+                assert kube.count("list", PODS) == 1
+                assert (found.names, found.source.problem()) == (["a"], "")
+                kube.put(PODS, pod("b", "10.0.0.2"))
+                await found.until("a", "b")
+
+    run(test)
+
+
 def test_bookmarks_keep_the_version_young() -> None:
     """After one, a watch may start again although the history before it is gone."""
 
