@@ -177,6 +177,17 @@ def test_flags_say_the_ports_that_containers_open(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MATRIX)
+def test_pods_have_the_time_that_their_programs_take_to_stop(name: str) -> None:
+    """Kubernetes waits for longer than the pause before SIGTERM and the drain together."""
+    for template in pods(rendered(name)).values():
+        for container in template["spec"]["containers"]:
+            pause_s = container["lifecycle"]["preStop"]["sleep"]["seconds"]
+            drains = re.findall(r"--(?:drain-s|shutdown-timeout)=(\d+)", " ".join(container["args"]))
+            drain_s = int(drains[-1]) if drains else 30 if is_ours(container) else 0
+            assert pause_s + drain_s < template["spec"]["terminationGracePeriodSeconds"]
+
+
+@pytest.mark.parametrize("name", MATRIX)
 def test_containers_of_ours_can_do_little(name: str) -> None:
     """They are not root, except beside a root's engine, write to no image, and gain no rights."""
     for workload, template in pods(rendered(name)).items():
