@@ -14,6 +14,7 @@ import jsonschema
 import pytest
 import yaml
 
+from scripts.envoy import ENVOY
 from services.cli import block
 from tests.deploy.helm_chart import (
     CHART,
@@ -407,13 +408,12 @@ def test_patches_of_other_charts_deployments_are_valid(name: str, accepted: Any,
 
 def test_envoy_accepts_its_configuration(tmp_path: Path) -> None:
     """The real one, where it is installed (make envoy), by its own validation."""
-    found = sorted(HELM.parents[1].glob(".venv-envoy/lib/python3*/site-packages/envoy/_bin/envoy"))
-    if not found:
+    if not ENVOY.exists():
         pytest.skip("Envoy is not installed: make envoy")
     for name in (name for name in MATRIX if name.startswith("standalone")):
         file = tmp_path / "envoy.yaml"
         file.write_text(of_kind(rendered(name), "ConfigMap")["chat-block-envoy"]["data"]["envoy.yaml"])
-        done = subprocess.run([found[0], "--mode", "validate", "-c", file], capture_output=True, text=True, check=False)
+        done = subprocess.run([ENVOY, "--mode", "validate", "-c", file], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr[-2000:]
 
 

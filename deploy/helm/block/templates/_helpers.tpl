@@ -185,7 +185,7 @@ initContainers:
 startupProbe:
   grpc: {port: {{ .port }}{{ with .live }}, service: {{ . }}{{ end }}}
   periodSeconds: 2
-  failureThreshold: 150
+  failureThreshold: 300
 livenessProbe:
   grpc: {port: {{ .port }}{{ with .live }}, service: {{ . }}{{ end }}}
   periodSeconds: 10
