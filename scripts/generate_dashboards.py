@@ -1,4 +1,4 @@
-"""Write Grafana's dashboards as JSON, into deploy/grafana/dashboards and into the Helm chart where there is one.
+"""Write Grafana's dashboards as JSON, into deploy/grafana/dashboards, which the Helm chart links to.
 
 `--check` writes nothing. It fails if a file is not what would be written, if a folder has a JSON file that is not
 written here, or if a query names a metric or a label that no part of Block and no vLLM engine has.
@@ -17,9 +17,6 @@ from scripts.dashboards.known_metrics import faults_of, known_series
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "deploy" / "grafana" / "dashboards"
-CHART = ROOT / "deploy" / "helm" / "block"
-RULES = ROOT / "deploy" / "prometheus"
-SHARED_RULES = ("alerts.yml", "recording.yml")  # that the chart contains too
 
 
 def main() -> None:
@@ -40,14 +37,10 @@ def main() -> None:
 
 
 def written(folders: Sequence[Path] = ()) -> Iterator[tuple[Path, str]]:
-    """Return the files and their contents; a chart can only contain what lies inside it."""
+    """Return the files and their contents."""
     dashboards = {dashboard.file: json_text(dashboard.json()) for dashboard in DASHBOARDS}
-    in_chart = (CHART / "dashboards",) if CHART.is_dir() else ()
-    for folder in (FOLDER, *in_chart, *folders):
+    for folder in (FOLDER, *folders):
         yield from ((folder / name, text) for name, text in dashboards.items())
-    if CHART.is_dir():
-        for name in SHARED_RULES:
-            yield CHART / "prometheus" / name, (RULES / name).read_text(encoding="utf-8")
 
 
 def json_text(dashboard: Mapping[str, object]) -> str:

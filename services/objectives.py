@@ -53,16 +53,20 @@ class ObjectiveTable:
         self._also = also
         self._required = tuple(required) if path else ()
         self._file = WatchedFile(path, self._read) if path else None
-        self.objectives = NO_OBJECTIVES if self._file is None else self._file.read_if_changed() or NO_OBJECTIVES
+        self._own = NO_OBJECTIVES if self._file is None else self._file.read_if_changed() or NO_OBJECTIVES
 
     def __bool__(self) -> bool:
         """Return whether there is a file."""
         return self._file is not None
 
+    @property
+    def objectives(self) -> Objectives:
+        """All objectives by name."""
+        others = self._also()
+        return {**others, **self._own} if others else self._own
+
     def named(self, name: str, field: str) -> Objective:
         """Return an objective; the error for an unknown name starts with the field or header that had it."""
-        if name not in self.objectives and (others := self._also()):
-            return objective_named(name, {**others, **self.objectives}, field=field)
         return objective_named(name, self.objectives, field=field)
 
     def _read(self, path: str) -> Objectives:
@@ -86,7 +90,7 @@ class ObjectiveTable:
                     log_event(log, logging.WARNING, "objectives are invalid, keeping the last ones", reason=reason)
             else:
                 if objectives is not None:
-                    self.objectives, reason = objectives, ""
+                    self._own, reason = objectives, ""
                     log_event(log, logging.INFO, "objectives changed", num=len(objectives), file=self._file.path)
             await asyncio.sleep(every_s)
 

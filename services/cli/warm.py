@@ -9,16 +9,19 @@ import click
 
 
 @click.command()
-def warm() -> None:
+@click.option("--servers", is_flag=True, help="Compile only what servers need; the simulator has many more kernels.")
+def warm(*, servers: bool) -> None:
     """Compile all kernels into the cache: about a minute, once per version."""
     from predictor.indicators import warm_indicators
-    from simulator.warmup import warm_simulator
 
     start_s = time.monotonic()
     warmed()
     warm_indicators()
-    click.echo("compiling the simulator", err=True)
-    warm_simulator()
+    if not servers:
+        from simulator.warmup import warm_simulator
+
+        click.echo("compiling the simulator", err=True)
+        warm_simulator()
     click.echo(f"kernels ready in {time.monotonic() - start_s:.1f} s")
 
 

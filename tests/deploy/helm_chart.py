@@ -48,7 +48,7 @@ MATRIX: dict[str, Values] = {
                 {"name": "gold", "priority": 10, "annotations": {"block-serving/ttft-slo-s": "0.5"}}, {"name": "plain"},
             ],
             "epp": {**PART, "certSecret": "cert", "flags": {"log-format": "text", "schedule-s": 2.5}},
-            "monitoring": {"prometheus": {"enabled": True, "extraLabels": {"release": "prometheus"}},
+            "monitoring": {"prometheus": {"enabled": True, "extraLabels": {"release": "prometheus"}, "rules": True},
                            "dashboards": {"enabled": True}},
         },
         "httpRoute": {"create": True, "inferenceGatewayName": "gw", "inferenceGatewayNamespace": "infra",
@@ -69,7 +69,9 @@ MATRIX: dict[str, Values] = {
         "profiles": {"mine": "{}"}, "router": {"monitoring": {"prometheus": {"enabled": True}}},
         "networkPolicy": {"engines": True},
     },
-    "gateway-api, ranks": merged(TWO_PORTS, {"engines": [ENGINE]}),
+    "gateway-api, ranks": merged(
+        TWO_PORTS, {"engines": [ENGINE], "router": {"monitoring": {"prometheus": {"enabled": True}}}}
+    ),
     "gateway-api, roles": {"engines": [{**ENGINE, "name": "p", "role": "prefill"}, {**ENGINE, "name": "d", "role": "decode"}]},
     "gateway-api, mirror": {"engines": [{**ENGINE, "state": "mirror"}]},
     "standalone": {"mode": "standalone"},

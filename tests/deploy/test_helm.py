@@ -14,6 +14,7 @@ import jsonschema
 import pytest
 import yaml
 
+from scripts.envoy import ENVOY
 from services.cli import block
 from tests.deploy.helm_chart import (
     CHART,
@@ -73,7 +74,7 @@ def test_objects_follow_their_schemas(name: str) -> None:
 
 
 @pytest.fixture
-def accepted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
+def accepted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """Give a function that runs a command line up to where its server would start."""
     from services.gateway import keys
     from services.provisioner_server.hooks import kubernetes
@@ -95,7 +96,7 @@ def accepted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
         block.main(args=words, standalone_mode=False)
         return served.pop()
 
-    yield run_command
+    return run_command
 
 
 @pytest.mark.parametrize("name", MATRIX)
@@ -177,6 +178,17 @@ def test_flags_say_the_ports_that_containers_open(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MATRIX)
+def test_pods_have_the_time_that_their_programs_take_to_stop(name: str) -> None:
+    """Kubernetes waits for longer than the pause before SIGTERM and the drain together."""
+    for template in pods(rendered(name)).values():
+        for container in template["spec"]["containers"]:
+            pause_s = container["lifecycle"]["preStop"]["sleep"]["seconds"]
+            drains = re.findall(r"--(?:drain-s|shutdown-timeout)=(\d+)", " ".join(container["args"]))
+            drain_s = int(drains[-1]) if drains else 30 if is_ours(container) else 0
+            assert pause_s + drain_s < template["spec"]["terminationGracePeriodSeconds"]
+
+
+@pytest.mark.parametrize("name", MATRIX)
 def test_containers_of_ours_can_do_little(name: str) -> None:
     """They are not root, except beside a root's engine, write to no image, and gain no rights."""
     for workload, template in pods(rendered(name)).items():
@@ -241,6 +253,14 @@ def test_ranks_have_the_ids_that_schedulers_expect() -> None:
         "chat-0-rank-1=/dev/shm/block/engine-dp1.state,http://127.0.0.1:8001",
     ]
     (vllm,) = (one for one in containers(items) if one["name"] == "vllm")
+    monitor = of_kind(items, "PodMonitor")["chat-block-engines"]["spec"]["podMetricsEndpoints"]
+    labels = [
+        one["replacement"]
+        for endpoint in monitor
+        for one in endpoint["relabelings"]
+        if one["targetLabel"] == "instance"
+    ]
+    assert labels == ["$1-rank-0", "$1-rank-1"]
     assert {"--data-parallel-size-local=2", "--data-parallel-multi-port-external-lb"} <= set(vllm["args"])
 
 
@@ -319,46 +339,81 @@ def test_envoy_has_the_addresses_of_the_release(name: str) -> None:
     assert limits != by_dns
 
 
+def test_dashboards_and_rules_are_those_of_the_repository() -> None:
+    """Each dashboard is a ConfigMap, and all rules are in one object; jobs have the names that they ask for."""
+    items = rendered("gateway-api, all")
+    shipped = {path.name: json.loads(path.read_text()) for path in (ROOT / "deploy/grafana/dashboards").glob("*.json")}
+    found = {
+        name: json.loads(text)
+        for item in of_kind(items, "ConfigMap").values() if "grafana_dashboard" in item["metadata"]["labels"]
+        for name, text in item["data"].items()
+    }  # fmt: skip
+    assert found == shipped
+    (rules,) = of_kind(items, "PrometheusRule").values()
+    texts = [(ROOT / "deploy" / "prometheus" / f"{name}.yml").read_text() for name in ("recording", "alerts")]
+    assert rules["spec"]["groups"] == [group for text in texts for group in yaml.safe_load(text)["groups"]]
+    scraped = yaml.safe_load((ROOT / "deploy" / "prometheus" / "prometheus.yml").read_text())["scrape_configs"]
+    parts = {
+        f"block-{template['metadata']['labels']['app.kubernetes.io/component']}"
+        for name in MATRIX for workload, template in pods(rendered(name)).items() if "engine-" not in workload
+    }  # fmt: skip
+    engines = of_kind(rendered("gateway-api, engines"), "PodMonitor")["chat-block-engines"]
+    jobs = {one["relabelings"][0]["replacement"] for one in engines["spec"]["podMetricsEndpoints"]}
+    assert {one["job_name"] for one in scraped} <= parts | jobs
+
+
 @pytest.mark.parametrize("name", ["sidecar-export", "sidecar-mirror"])
-def test_patches_of_other_charts_deployments_are_valid(name: str, accepted: Any) -> None:
-    """A Deployment with the patch follows the schemas, mounts what it has, and its sidecar accepts its command line."""
+def test_patches_of_other_charts_deployments_are_valid(name: str, accepted: Any, tmp_path: Path) -> None:
+    """As the real kubectl applies them: the objects are valid, keep what they had, and the sidecar accepts its flags."""
     kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="make helm installs it")
-    patch = yaml.safe_load((ROOT / "deploy" / "kubernetes" / f"{name}.yaml").read_text())["spec"]["template"]["spec"]
+    mount = {"name": "models", "mountPath": "/models"}
     vllm = {
-        "name": "vllm",
-        "image": "vllm/vllm-openai:v0.32.0",
-        "args": ["--model=m"],
-        "ports": [{"containerPort": 8000}],
-    }
-    parts = {one["name"]: one for one in [vllm, *patch["containers"]]}
-    parts["vllm"] = {**vllm, **parts["vllm"]}  # by name, as a strategic merge does
-    spec = {**patch, "containers": list(parts.values())}
-    labels = {"app": "vllm"}
+        "name": "vllm", "image": "vllm/vllm-openai:v0.32.0", "args": ["--model=m"], "volumeMounts": [mount],
+        "env": [{"name": "HF_HOME", "value": "/models"}], "ports": [{"containerPort": 8000}],
+    }  # fmt: skip
+    spec = {
+        "initContainers": [{"name": "model", "image": "busybox", "volumeMounts": [mount]}], "containers": [vllm],
+        "volumes": [{"name": "models", "emptyDir": {}}],
+    }  # fmt: skip
     item = {
         "apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": "vllm"},
-        "spec": {"selector": {"matchLabels": labels}, "template": {"metadata": {"labels": labels}, "spec": spec}},
+        "spec": {"selector": {"matchLabels": {"app": "vllm"}},
+                 "template": {"metadata": {"labels": {"app": "vllm"}}, "spec": spec}},
     }  # fmt: skip
-    kubernetes_validate.validate(item, KUBERNETES, strict=True)
+    file, patch = tmp_path / "deployment.json", ROOT / "deploy" / "kubernetes" / f"{name}.yaml"
+    file.write_text(json.dumps(item))
+    done = subprocess.run(
+        [HELM.with_name("kubectl"), "patch", "--local", "-f", file, "--patch-file", patch, "-o", "json"],
+        capture_output=True, text=True, check=False, timeout=60, env={"HOME": str(tmp_path)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    patched = json.loads(done.stdout)
+    kubernetes_validate.validate(patched, KUBERNETES, strict=True)
+    spec = patched["spec"]["template"]["spec"]
     volumes = {one["name"] for one in spec["volumes"]}
+    assert "models" in volumes
     for container in [*spec["containers"], *spec["initContainers"]]:
-        assert {one["name"] for one in container.get("volumeMounts", [])} <= volumes
-    sidecar = parts["block-sidecar"]
+        assert {one["name"] for one in container["volumeMounts"]} <= volumes
+    parts = {one["name"]: one for one in spec["containers"]}
+    assert mount in parts["vllm"]["volumeMounts"]
+    sidecar, environment = parts["block-sidecar"], {one["name"]: one["value"] for one in parts["vllm"]["env"]}
     assert accepted(command_line(sidecar)) == "predictor"
     assert {one["containerPort"] for one in sidecar["ports"]} >= {50052, 9091}
     if name == "sidecar-export":
-        environment = {one["name"]: one["value"] for one in parts["vllm"]["env"]}
         assert f"--state-file={environment['BLOCK_STATE_FILE']}" in sidecar["args"]
+        assert environment["HF_HOME"] == "/models"
+    else:
+        assert {name: value for name, value in parts["vllm"].items() if value} == vllm
 
 
 def test_envoy_accepts_its_configuration(tmp_path: Path) -> None:
     """The real one, where it is installed (make envoy), by its own validation."""
-    found = sorted(HELM.parents[1].glob(".venv-envoy/lib/python3*/site-packages/envoy/_bin/envoy"))
-    if not found:
+    if not ENVOY.exists():
         pytest.skip("Envoy is not installed: make envoy")
     for name in (name for name in MATRIX if name.startswith("standalone")):
         file = tmp_path / "envoy.yaml"
         file.write_text(of_kind(rendered(name), "ConfigMap")["chat-block-envoy"]["data"]["envoy.yaml"])
-        done = subprocess.run([found[0], "--mode", "validate", "-c", file], capture_output=True, text=True, check=False)
+        done = subprocess.run([ENVOY, "--mode", "validate", "-c", file], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr[-2000:]
 
 
@@ -394,6 +449,35 @@ def test_bad_values_are_refused_by_name(values: dict[str, Any], named: str) -> N
     done = helm("template", "chat", str(CHART), values=values)
     assert done.returncode != 0
     assert named in done.stderr
+
+
+def test_the_values_in_the_manual_render() -> None:
+    """The example of docs/kubernetes.md is valid, and makes what the page says."""
+    (text,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "kubernetes.md").read_text(), re.DOTALL)
+    done = helm("template", "chat", str(CHART), values=yaml.safe_load(text))
+    assert done.returncode == 0, done.stderr
+    kinds = {item["kind"] for item in yaml.safe_load_all(done.stdout) if item}
+    assert kinds >= {"InferencePool", "InferenceObjective", "HTTPRoute", "Deployment", "PodDisruptionBudget"}
+
+
+def test_values_that_are_said_to_be_the_same_exist() -> None:
+    """The table of llm-d's values in docs/migrate.md names values of this chart."""
+    rows = re.findall(
+        r"^\| (`(?:router|httpRoute|provider)\..*?) \| the same",
+        (ROOT / "docs" / "migrate.md").read_text(),
+        re.MULTILINE,
+    )
+    assert len(rows) > 5
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    for row in rows:
+        parent: list[str] = []
+        for name in re.findall(r"`([\w.]+)`", row):
+            path = name.split(".") if not name.startswith(".") else [*parent, *name[1:].split(".")]
+            parent = path[:-1] if not name.startswith(".") else parent
+            found: Any = values
+            for key in path:
+                if key != "image" or "image" in found:
+                    found = found[key]
 
 
 def test_the_schema_knows_every_value() -> None:

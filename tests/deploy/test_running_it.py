@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
 import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -140,6 +142,29 @@ def test_vllm_takes_its_flags() -> None:
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+def test_kernels_are_loaded_through_links(tmp_path: Path) -> None:
+    """As in the image: the cache is a folder of links to files elsewhere, and nothing is compiled again."""
+    source, module = tmp_path / "compiled", tmp_path / "doubling.py"
+    module.write_text(
+        "from predictor.compiled import kernel\n@kernel\ndef double(number):\n    return 2 * number\n\n"
+        "assert double(21) == 42\nprint(sum(double.stats.cache_hits.values()))\n"
+    )
+
+    def hits(cache: Path) -> int:
+        environment = {**os.environ, "XDG_CACHE_HOME": str(cache), "PYTHONPATH": str(DEPLOY.parent)}
+        done = subprocess.run([sys.executable, module], capture_output=True, text=True, check=True, env=environment)
+        return int(done.stdout)
+
+    assert hits(source) == 0
+    linked = tmp_path / "linked"
+    linked.mkdir()
+    subprocess.run(["/bin/cp", "-rs", f"{source}/.", linked], check=True)
+    assert hits(linked) == 1
+    files = [path for path in linked.rglob("*") if not path.is_dir()]
+    assert files
+    assert all(path.is_symlink() for path in files)
+
+
 def test_the_image_has_every_package() -> None:
     """What the wheel and the plug-in are built from is copied into the image, and sent to its builder."""
     project = tomllib.loads((DEPLOY.parent / "pyproject.toml").read_text())
@@ -152,4 +177,9 @@ def test_the_image_has_every_package() -> None:
         source for line in re.findall(r"^COPY (?!--from)(.*)$", image, re.MULTILINE) for source in line.split()[:-1]
     ]
     assert all((DEPLOY.parent / source).exists() for source in copied)
+    extras = re.search(r"/src\[([a-z,]+)\]", image)[1].split(",")
+    assert set(extras) <= set(project["project"]["optional-dependencies"])
+    assert {"kubernetes", "picker"} <= set(
+        extras
+    )  # without settings of its own, the chart's picker makes a certificate
     assert re.search(r"^USER 65532:65532$", image, re.MULTILINE)

@@ -57,7 +57,7 @@ def test_vllm_finds_the_plug_in_by_pythonpath(tmp_path: Path) -> None:
 
 @pytest.mark.vllm
 def test_vllm_takes_the_flags_of_the_chart() -> None:
-    """VLLM parses and validates the command lines of the chart's engines, also those of several ranks."""
+    """Parsed and validated: the command lines of the chart's engines, also those of several ranks."""
     need_vllm()
     names = [name for name in MATRIX if "engines" in MATRIX[name]]
     engines = [one for name in names for one in containers(rendered(name)) if one["name"] == "vllm"]

@@ -31,6 +31,7 @@ OTHERS = {
     "--dist",  # pytest-xdist
     "--scheduler-cls", "--shutdown-timeout",  # vLLM
     "--build", "--enable-feature", "--host", "--no-deps",
+    "--k8s-label-selector", "--k8s-port", "--k8s-namespace", "--static-backends",  # production-stack's router
 }  # fmt: skip
 SERVED = ("gateway", "scheduler", "picker", "predictor", "tagger", "engine", "provisioner")
 NAME = re.compile(r"block_[a-z0-9_]+")

@@ -42,6 +42,7 @@ class Cluster:
     failing: dict[tuple[str, str], int] = field(default_factory=dict)  # status by verb and plural, until removed
     page_items: int = 1000  # that a page has at most, whatever the client's limit
     drop_watches_after: int | None = None  # bytes after which the connection of a watch is cut
+    piece_bytes: int = 0  # in which watches send their lines, each by itself; 0: whole
     silent: bool = False  # connections are accepted, and nothing is said
     bookmarks: int = 0  # that watches are to send: each time it grows, each watch sends one
     calls: list[tuple[str, str, dict[str, str]]] = field(default_factory=list)  # verb, path, query
@@ -225,8 +226,10 @@ class Handler(StandInHandler):
             if cut is not None and num_bytes + len(text) > cut:
                 self.wfile.write(text[: cut - num_bytes])
                 return
-            self.wfile.write(text)
-            self.wfile.flush()
+            size = cluster.piece_bytes or max(1, len(text))
+            for start in range(0, len(text), size):
+                self.wfile.write(text[start : start + size])
+                self.wfile.flush()
             num_bytes += len(text)
             if gone or cluster.closed:
                 return

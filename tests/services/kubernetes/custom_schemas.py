@@ -73,32 +73,18 @@ HTTP_ROUTE = table(
         maxItems=16,
     ),
 )
-LABEL_OF_A_SERIES = {"type": "string", "pattern": r"^[a-zA-Z_][a-zA-Z0-9_]*$"}
-TEXTS = {"type": "object", "propertyNames": LABEL_OF_A_SERIES, "additionalProperties": {"type": "string"}}
-RELABELINGS = rows(
-    table([], sourceLabels=rows(LABEL_OF_A_SERIES), targetLabel={"type": "string"}, replacement={"type": "string"})
+TEXT = {"type": "string"}
+RELABELING = table([], sourceLabels=rows(TEXT), targetLabel=TEXT, replacement=TEXT, regex=TEXT, action=TEXT)
+ENDPOINT = table(
+    ["port"], honorLabels={"type": "boolean"}, port=TEXT, path=TEXT, interval=DURATION, relabelings=rows(RELABELING)
 )
-ENDPOINTS = rows(
-    table(
-        ["port"],
-        port={"type": "string"},
-        path={"type": "string"},
-        interval=DURATION,
-        honorLabels={"type": "boolean"},
-        relabelings=RELABELINGS,
-    ),
-    minItems=1,
-)
-RULE = table(
-    ["expr"],
-    record={"type": "string"},
-    alert={"type": "string"},
-    expr={"type": "string"},
-    labels=TEXTS,
-    annotations=TEXTS,
-    **{"for": DURATION},
-)
-RULE_GROUPS = rows(table(["name", "rules"], name={"type": "string", "minLength": 1}, rules=rows(RULE, minItems=1)))
+ENDPOINTS = rows(ENDPOINT, minItems=1)
+TEXTS = {"type": "object", "additionalProperties": TEXT}
+ALERT = {
+    **table(["expr"], alert=TEXT, record=TEXT, expr=TEXT, labels=TEXTS, annotations=TEXTS, keep_firing_for=DURATION)
+}
+ALERT["properties"]["for"] = DURATION
+RULES = rows(table(["name", "rules"], name=TEXT, interval=DURATION, rules=rows(ALERT)), minItems=1)
 NAMESPACES = table([], matchNames=rows(DNS_NAME), any={"type": "boolean"})
 SELECTOR = table([], matchLabels=LABELS)
 TARGET = table(["group", "kind", "name"], group=GROUP, kind=KIND, name=DNS_NAME)
@@ -115,9 +101,7 @@ SCHEMAS = {
         "monitoring.coreos.com/v1", "PodMonitor",
         table(["selector", "podMetricsEndpoints"], selector=SELECTOR, podMetricsEndpoints=ENDPOINTS, namespaceSelector=NAMESPACES),
     ),
-    "PrometheusRule": resource(
-        "monitoring.coreos.com/v1", "PrometheusRule", table(["groups"], groups=RULE_GROUPS)
-    ),
+    "PrometheusRule": resource("monitoring.coreos.com/v1", "PrometheusRule", table(["groups"], groups=RULES)),
     "DestinationRule": resource(
         "networking.istio.io/v1", "DestinationRule", table(["host"], host=DNS_NAME, trafficPolicy=ANY)
     ),

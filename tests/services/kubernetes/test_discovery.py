@@ -8,7 +8,7 @@ import random
 import shutil
 import ssl
 import subprocess
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -25,11 +25,10 @@ from tests.services.waiting import bound, run, until
 
 
 @pytest.fixture(autouse=True)
-def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """No test needs long ones."""
     monkeypatch.setattr(reflector, "FIRST_PAUSE_S", 0.01)
     monkeypatch.setattr(reflector, "LONGEST_PAUSE_S", 0.05)
-    yield
 
 
 class Following:
@@ -214,6 +213,40 @@ def test_watches_that_break_go_on_where_they_were() -> None:
     run(test)
 
 
+def test_slow_watches_are_read_piece_by_piece() -> None:
+    """Lines that come in small pieces are put together."""
+
+    async def test() -> None:
+        kube = cluster(pod("a", "10.0.0.1"), piece_bytes=7)
+        with api_server(kube) as url:
+            async with following(url) as found:
+                await found.until("a")
+                kube.put(PODS, pod("b", "10.0.0.2"))
+                kube.put(PODS, pod("a", "10.0.0.1", ready=False))
+                await found.until("b")
+                assert kube.count("list", PODS) == 1
+
+    run(test)
+
+
+def test_a_watch_that_says_nothing_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection that died shows nothing: after a while another watch goes on from the last version."""
+    monkeypatch.setattr(reflector, "QUIET_S", 0.1)
+
+    async def test() -> None:
+        kube = cluster(pod("a", "10.0.0.1"))
+        with api_server(kube) as url:
+            async with following(url) as found:
+                await found.until("a")
+                await until(lambda: kube.count("watch", PODS) >= 3)
+                assert kube.count("list", PODS) == 1
+                assert (found.names, found.source.problem()) == (["a"], "")
+                kube.put(PODS, pod("b", "10.0.0.2"))
+                await found.until("a", "b")
+
+    run(test)
+
+
 def test_bookmarks_keep_the_version_young() -> None:
     """After one, a watch may start again although the history before it is gone."""
 
@@ -310,16 +343,17 @@ def test_a_token_is_read_again_when_it_rotates(tmp_path: Path) -> None:
 
     async def test() -> None:
         file = tmp_path / "token"
-        file.write_text("one\n")
-        kube = cluster(pod("a", "10.0.0.1"), token="one")
+        first, second = "one", "two"
+        file.write_text(f"{first}\n")
+        kube = cluster(pod("a", "10.0.0.1"), token=first)
         with api_server(kube) as url:
             async with following(url, kubernetes_token_file=str(file)) as found:
                 await found.until("a")
-                kube.set(token="two", drop_watches_after=0)
+                kube.set(token=second, drop_watches_after=0)
                 kube.put(PODS, pod("b", "10.0.0.2"))
                 await until(lambda: found.source._pods is not None and "status 401" in found.source._pods.problem)
                 kube.set(drop_watches_after=None)
-                file.write_text("two\n")
+                file.write_text(f"{second}\n")
                 await found.until("a", "b")
 
     run(test)
@@ -483,7 +517,7 @@ def test_the_api_server_is_known_by_its_certificate(tmp_path: Path) -> None:
     def certificate(name: str) -> tuple[Path, Path]:
         key, cert = tmp_path / f"{name}.key", tmp_path / f"{name}.crt"
         subprocess.run(
-            ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
+            [shutil.which("openssl"), "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
              "-keyout", key, "-out", cert, "-subj", "/CN=kube", "-addext", "subjectAltName=IP:127.0.0.1", "-days", "9"],
             check=True, capture_output=True,
         )  # fmt: skip

@@ -10,13 +10,21 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos.block.v1 import scheduler_pb2
+from protos.envoy.v3 import external_processor_pb2_grpc
+from services.endpoint_picker.server import serving
+from services.endpoint_picker.settings import PickerSettings
+from services.instances import InstanceSourceSettings
+from services.kubernetes.settings import KubernetesSettings
+from services.placement.settings import SchedulerSettings
+from services.rpc.settings import ServerSettings
 from tests.services.cli.running import refusal
+from tests.services.endpoint_picker.running import Proxy, chosen, completion, head
 from tests.services.gateway.test_process import gateway
 from tests.services.kubernetes.api_server import OBJECTIVES, PODS, POOLS, Cluster, api_server, pod, pool
 from tests.services.scheduler_server.test_command import served
 from tests.services.stub_engines import StubEngine, engines
 from tests.services.stub_sidecars import StubSidecar, sidecars
-from tests.services.waiting import PATIENT_SERVERS, run, until
+from tests.services.waiting import PATIENCE_S, PATIENT_SERVERS, run, until
 
 FROM = ("--instances-from", "kubernetes", "--pool-namespace", "llm", "--pool-name", "chat")
 
@@ -99,6 +107,47 @@ def test_a_gateway_serves_a_pool_and_its_objectives() -> None:
                     assert reply.status_code == expected, reply.text
                 assert "golden" in reply.text
                 assert engine.bodies[-1]["priority"] == -7
+
+    run(test)
+
+
+def test_a_picker_serves_a_pool() -> None:
+    """It is ready while there is a ready pod, names pods by address and port, and knows the pool's objectives."""
+
+    async def test() -> None:
+        kube = Cluster()
+        kube.put(OBJECTIVES, {"metadata": {"name": "gold"}, "spec": {"poolRef": {"name": "chat"}, "priority": 7}})
+        with api_server(kube) as url:
+            settings = KubernetesSettings(pool_name="chat", pool_namespace="llm", kubernetes_api=url)
+            source = InstanceSourceSettings(instances_from="kubernetes", kubernetes=settings).source()
+            async with (
+                sidecars("a") as (stub,),
+                serving(
+                    PickerSettings(secure_serving=False, schedule_s=PATIENCE_S), ServerSettings(drain_s=0.0),
+                    SchedulerSettings(scheduler_id="own", sidecar_deadline_s=PATIENCE_S), source,
+                ) as running,
+                grpc.aio.insecure_channel(f"127.0.0.1:{running.port}") as channel,
+            ):  # fmt: skip
+                health: Any = health_pb2_grpc.HealthStub(channel)
+
+                async def status_is(expected: str) -> bool:
+                    reply = await health.Check(health_pb2.HealthCheckRequest(service="readiness"))
+                    return health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status) == expected
+
+                assert await status_is("NOT_SERVING")
+                kube.put(POOLS, pool())
+                kube.put(PODS, pod_of(stub))
+                await until(lambda: status_is("SERVING"))
+                await until(lambda: "gold" in source.objectives())
+                proxy = Proxy(call=external_processor_pb2_grpc.ExternalProcessorStub(channel).Process())
+                await proxy.send_headers(head(x_gateway_inference_objective="gold"))
+                await proxy.send_body(completion())
+                assert chosen(await proxy.read()) == ["127.0.0.1:8000"]
+                (reservation,) = stub.held.values()
+                assert reservation.request.priority == -7
+                proxy.call.cancel()
+                kube.put(PODS, pod_of(stub, ready=False))
+                await until(lambda: status_is("NOT_SERVING"))
 
     run(test)
 

@@ -1,7 +1,7 @@
 {{/*
 The Deployment of a part. Call with a dict of
   root, part, values; args, ports and probes as texts; token, whether the pod calls the API server;
-  mounts, volumes and containers, more of them as texts.
+  mounts, volumes and containers, more of them as texts; preStopSeconds, where it differs.
 */}}
 {{- define "block.deployment" -}}
 apiVersion: apps/v1
@@ -40,6 +40,7 @@ spec:
         {{- end }}
       env: {{ include "block.env" .values.env | nindent 8 }}
       ports: {{ .ports | trim | nindent 8 }}
+      lifecycle: {preStop: {sleep: {seconds: {{ default .root.Values.preStopSeconds .preStopSeconds }}}}}
       {{- .probes | trim | nindent 6 }}
       resources: {{ toYaml .values.resources | nindent 8 }}
       securityContext: {{ toYaml .root.Values.securityContext | nindent 8 }}

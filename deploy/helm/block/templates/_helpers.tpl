@@ -126,12 +126,12 @@ app.kubernetes.io/component: {{ .part }}
 {{- end }}
 {{- end -}}
 
-{{/* Compiled kernels have to be in a folder that can be written, so they are copied from the image. */}}
+{{/* The cache of compiled kernels has to be a folder that can be written, so it gets links to those of the image. */}}
 {{- define "block.kernelsContainer" -}}
 - name: kernels
   image: {{ include "block.image" (dict "image" .Values.image "tag" .Chart.AppVersion) }}
   imagePullPolicy: {{ .Values.image.pullPolicy }}
-  command: [cp, -r, /var/cache/block/., /kernels]
+  command: [cp, -rs, /opt/block/kernels/., /kernels]
   securityContext: {{ toYaml .Values.securityContext | nindent 4 }}
   resources: {requests: {cpu: 50m, memory: 32Mi}, limits: {memory: 256Mi}}
   volumeMounts:
@@ -185,7 +185,7 @@ initContainers:
 startupProbe:
   grpc: {port: {{ .port }}{{ with .live }}, service: {{ . }}{{ end }}}
   periodSeconds: 2
-  failureThreshold: 150
+  failureThreshold: 300
 livenessProbe:
   grpc: {port: {{ .port }}{{ with .live }}, service: {{ . }}{{ end }}}
   periodSeconds: 10
