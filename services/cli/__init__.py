@@ -28,6 +28,7 @@ COMMANDS = {
     "serve": LazyCommand("services.cli.serve:serve", "Run one component of the system"),
     "simulate": LazyCommand("services.cli.simulate:simulate", "Simulate a cluster by several policies"),
     "tagger": LazyCommand("services.cli.tagger:tagger", "Train, evaluate and query estimators of response lengths"),
+    "ui": LazyCommand("services.cli.ui:ui", "Open a recording or a simulation's result in the live page"),
     "up": LazyCommand("services.cli.up:up", "Run the whole system on this machine"),
     "warm": LazyCommand("services.cli.warm:warm", "Compile the kernels into the cache"),
 }
