@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field, replace
 
 from predictor.config import require_count
+from predictor.step_time import NUM_REGIONS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +57,33 @@ class Correction:
 
     def _limited(self, value: float) -> float:
         return min(self.rule.highest, max(self.rule.lowest, value))
+
+
+MIN_STEPS = 8  # of a region, from which on it has a factor of its own
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegionCorrection:
+    """A correction for each region of batches, so that what is wrong about chunks does not change decodes.
+
+    A region of which few steps were observed has the factor of all steps.
+    """
+
+    every: Correction = field(default_factory=Correction)
+    by_region: tuple[Correction, ...] = (Correction(),) * NUM_REGIONS
+
+    def observe(self, region: int, *, predicted_s: float, real_s: float) -> RegionCorrection:
+        """Return the correction after one more step of a region."""
+        of_region = self.by_region[region].observe(predicted_s=predicted_s, real_s=real_s)
+        return RegionCorrection(
+            every=self.every.observe(predicted_s=predicted_s, real_s=real_s),
+            by_region=(*self.by_region[:region], of_region, *self.by_region[region + 1 :]),
+        )
+
+    @property
+    def factors(self) -> tuple[float, ...]:
+        """The factor of each region."""
+        return tuple(one.factor if len(one.ratios) >= MIN_STEPS else self.every.factor for one in self.by_region)
 
 
 def _is_time(value: float) -> bool:

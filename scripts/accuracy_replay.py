@@ -11,13 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from predictor.fitting.calibration import MeasuredLatencies
 from predictor.profile import load_profile
-from simulator.measured_runs import MEASURED_RUNS, MeasuredRun
+from simulator.measured_runs import MEASURED_RUNS, MeasuredRun, latencies_of
 from simulator.reference_data import data_folder
 from simulator.replay import replay
 
-CALIBRATED = 30  # the first requests, to which two constants of the profile were fitted
+CALIBRATED = 100  # the first requests, to which two constants of the profile were fitted
 
 
 def main() -> None:
@@ -41,11 +40,7 @@ def compare(name: str, run: MeasuredRun) -> Iterator[dict[str, Any]]:
     profile = load_profile(run.profile)
     requests, measured = run.requests(data_folder())
     outcomes = replay(run.config(profile.engine.num_gpu_blocks or 0), profile.step_time, requests)
-    replayed = MeasuredLatencies(
-        first_token_s=np.array([outcome.ttft_s for outcome in outcomes]),
-        last_token_s=np.array([outcome.e2e_s for outcome in outcomes]),
-        output_tokens=measured.output_tokens,
-    )
+    replayed = latencies_of(requests, outcomes, measured.output_tokens)
     for metric, actual in measured.metrics().items():
         signed = (replayed.metrics()[metric][CALIBRATED:] - actual[CALIBRATED:]) / actual[CALIBRATED:]
         errors = np.abs(signed)

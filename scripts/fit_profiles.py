@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from predictor.fitting.calibration import MeasuredLatencies, calibrate
+from predictor.fitting.constants import Calibrated
 from predictor.fitting.iteration_table import (
     fit_iteration_table,
     fit_prefill_attention,
@@ -30,11 +31,11 @@ from predictor.fitting.vidur_tables import (
 )
 from predictor.profile import FITTED, KvTransferTime, Profile, SuggestedEngine, profile_to_json
 from predictor.step_time import StepTime
-from simulator.measured_runs import MEASURED_RUNS
+from simulator.measured_runs import MEASURED_RUNS, latencies_of
 from simulator.reference_data import data_folder
 from simulator.replay import replay
 
-CALIBRATION_REQUESTS = 30
+CALIBRATION_REQUESTS = 100  # of 300
 # Block's engines are 25 % slower than their kernels at a full batch of the paper's workload, about 36 ms of kernels.
 V0_CPU_S = 9e-3
 V0_NOTE = (
@@ -270,16 +271,21 @@ def _rtxpro6000(
     requests, measured = run.requests(data)
 
     def replayed(step_time: StepTime) -> MeasuredLatencies:
-        outcomes = replay(config, step_time, requests)
-        return MeasuredLatencies(
-            first_token_s=np.array([outcome.ttft_s for outcome in outcomes]),
-            last_token_s=np.array([outcome.e2e_s for outcome in outcomes]),
-            output_tokens=measured.output_tokens,
-        )
+        return latencies_of(requests, replay(config, step_time, requests), measured.output_tokens)
 
-    step_time = calibrate(kernels.step_time, replayed, measured, num_requests=CALIBRATION_REQUESTS, constants=constants)
+    # the time outside of steps is that of this run's clients, and no part of the profile
+    calibrated = calibrate(
+        Calibrated(step_time=kernels.step_time),
+        replayed,
+        replace(measured, arrival_s=np.array([request.arrival_s for request in requests])),
+        compared=np.arange(len(requests)) < CALIBRATION_REQUESTS,
+        constants=(*constants, "request_s"),
+    )
+    step_time = calibrated.result.step_time
     found = ", ".join(
-        f"{which} {getattr(step_time, which) - getattr(kernels.step_time, which):+.3g}" for which in constants
+        f"{one.name} {one.change:+.3g} ({one.low:+.3g} to {one.high:+.3g})"
+        for one in calibrated.constants
+        if one.name in constants and not one.why_not
     )
     return replace(
         kernels,
@@ -288,8 +294,8 @@ def _rtxpro6000(
         transfer=_copied(shape, tensor_parallel),
         source=(
             "LLMServingSim's kernel tables (profiles/llmservingsim, vLLM 0.19.0, without communication), "
-            "interpolated; the error is that of regions left out. Calibrated by replaying the first "
-            f"{CALIBRATION_REQUESTS} requests of the measured run ({meaning}): {found}."
+            "interpolated; the error is that of regions left out. Calibrated by the first "
+            f"{CALIBRATION_REQUESTS} requests of the measured run ({meaning}; with intervals of 90 %): {found}."
         ),
     )
 

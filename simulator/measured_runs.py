@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from predictor.config import EngineConfig
-from predictor.fitting.calibration import MeasuredLatencies
+from predictor.engine import Outcome
+from predictor.fitting.calibration import Array, MeasuredLatencies
 from predictor.prefix import block_hashes
 from predictor.request import RequestFacts
 
@@ -70,6 +72,18 @@ MEASURED_RUNS = {
     ),
     "qwen": MeasuredRun(name="Qwen3-32B", profile="qwen3-32b-rtxpro6000-tp2", max_model_len=40960),
 }
+
+
+def latencies_of(
+    requests: Sequence[RequestFacts], outcomes: Sequence[Outcome], output_tokens: Array
+) -> MeasuredLatencies:
+    """Return what requests experienced in a replay, to be compared with what was measured."""
+    return MeasuredLatencies(
+        first_token_s=np.array([outcome.ttft_s for outcome in outcomes], np.float64),
+        last_token_s=np.array([outcome.e2e_s for outcome in outcomes], np.float64),
+        output_tokens=output_tokens,
+        arrival_s=np.array([request.arrival_s for request in requests]),
+    )
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -49,6 +49,8 @@ MAX_DECODE_CONTEXT = 8_192
 MAX_PREFILL_CONTEXT = 8_192
 # Of unequal decodes, batches with at most this share of long ones: in serving few are several times the mean.
 LONG_SHARE = 1 / 16
+OTHER_UNIT = 30.0  # times the neighbours; thousandths and thousands of a unit are beyond it
+LEAST_READ, MOST_READ = 0.3, 100.0  # of the time in which all weights can be read
 TILES = (1, 16, 32, 64, 128, 256)  # of tokens in matrix products
 SKEW_COLUMNS = ("pc", "kp", "n", "nb", "kvs", "kv_big", "t_skew_us")
 # The skew table sums its three iterations: its `t_max_us` is thrice what the attention table has for the same batch.
@@ -116,8 +118,10 @@ def kernel_table_profile(
     """Fit a profile to a folder of kernel tables that were measured with one GPU's share of the model."""
     if shape.num_kv_heads % tensor_parallel:
         raise ValueError(f"tensor_parallel: {tensor_parallel} GPUs cannot share {shape.num_kv_heads} KV heads evenly")
+    tables = read_kernel_tables(folder)
+    _require_microseconds(tables, shape, gpu, tensor_parallel)
     step_time, error, valid = fit_kernel_tables(
-        read_kernel_tables(folder),
+        tables,
         num_layers=shape.num_layers,
         kv_heads_per_gpu=shape.num_kv_heads // tensor_parallel,
         num_sms=gpu_named(gpu).num_sms,
@@ -140,6 +144,17 @@ def kernel_table_profile(
             num_gpu_blocks=num_gpu_blocks(shape, gpu_named(gpu), tensor_parallel=tensor_parallel), block_size=BLOCK_SIZE
         ),
     )
+
+
+def _require_microseconds(tables: KernelTables, shape: ModelShape, gpu: str, tensor_parallel: int) -> None:
+    """Refuse tables with which reading the weights would be impossible, or take far too long."""
+    _, dense = _dense_seconds(tables, shape.num_layers)
+    least_s = shape.weight_bytes / tensor_parallel / gpu_named(gpu).bandwidth
+    if not LEAST_READ <= dense[0] / least_s <= MOST_READ:
+        raise ValueError(
+            f"dense.csv: time_us: a step of few tokens would take {dense[0] * 1e3:.3g} ms, and the weights alone need"
+            f" {least_s * 1e3:.3g} ms on {gpu}: are the times in microseconds, and of one layer?"
+        )
 
 
 def _interpolated(tables: KernelTables, num_layers: int, unsplit: tuple[int, int]) -> StepTime:
@@ -260,48 +275,102 @@ def _dense_seconds(tables: KernelTables, num_layers: int) -> tuple[Array, Array]
 def _sum_of(kernels: Mapping[str, tuple[Array, Array]], times: Mapping[str, int]) -> tuple[Array, Array]:
     """Sum kernels that were measured at the same counts."""
     first = next(iter(times))
-    counts = kernels[first][0]
-    total = np.zeros(len(counts))
-    for name, count in times.items():
+    for name in times:
         if name not in kernels:
             raise ValueError(f"per_sequence.layer: {name} is missing")
-        if not np.array_equal(kernels[name][0], counts):
-            raise ValueError(f"layer: {name} was measured at other counts than {first}")
-        total += count * kernels[name][1]
-    return counts, total
+    every = np.unique(np.concatenate([kernels[name][0] for name in times]))
+    total = np.zeros(len(every))
+    for name, often in times.items():
+        counts, seconds = kernels[name]
+        if len(counts) != len(every):
+            hole = int(np.setdiff1d(every, counts)[0])
+            raise ValueError(f"layer: {name} has no row with count {hole}, which other kernels such as {first} have")
+        total += often * seconds
+    return every, total
+
+
+def _rows(path: Path, counts: Sequence[str], time: str) -> dict[tuple[int, ...], float]:
+    """Read the times of a table by its columns of counts; errors name the line and the column."""
+    found: dict[tuple[int, ...], float] = {}
+    for line, row in _lines(path, (*counts, time)):
+        key = tuple(int(_number(path, line, name, row[name])) for name in counts)
+        found[key] = _number(path, line, time, row[time])
+        if found[key] == 0:
+            raise ValueError(f"{path.name} line {line}: {time}: must be above 0")
+    return found
+
+
+def _lines(path: Path, needed: Sequence[str]) -> Iterator[tuple[int, dict[str, str]]]:
+    """Yield the lines of a table, with their numbers."""
+    with path.open(newline="", encoding="utf-8") as lines:
+        reader = csv.DictReader(lines)
+        for name in needed:
+            if name not in (reader.fieldnames or ()):
+                raise ValueError(f"{path.name}: {name}: the column is missing")
+        yield from enumerate(reader, start=2)
+
+
+def _number(path: Path, line: int, name: str, text: str | None) -> float:
+    try:
+        value = float(text or "")
+    except ValueError:
+        raise ValueError(f"{path.name} line {line}: {name}: must be a number, not {text!r}") from None
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{path.name} line {line}: {name}: must be finite and at least 0, not {value}")
+    return value
 
 
 def _read_by_layer(path: Path, count_name: str) -> dict[str, tuple[Array, Array]]:
     """Read a table of kernel times by layer and count."""
     rows: dict[str, dict[int, float]] = {}
-    with path.open(newline="", encoding="utf-8") as lines:
-        for row in csv.DictReader(lines):
-            rows.setdefault(row["layer"], {})[int(row[count_name])] = float(row["time_us"]) * US
-    return {
+    for line, row in _lines(path, ("layer", count_name, "time_us")):
+        seconds = _number(path, line, "time_us", row["time_us"]) * US
+        rows.setdefault(row["layer"], {})[int(_number(path, line, count_name, row[count_name]))] = seconds
+    tables = {
         layer: (np.array(sorted(times), dtype=float), np.array([times[count] for count in sorted(times)]))
         for layer, times in rows.items()
     }
+    for layer, (counts, values) in tables.items():
+        _require_smooth(f"{path.name}: layer {layer}, {count_name}", counts, values)
+    return tables
 
 
 def _read_attention(path: Path) -> Steps:
     """Read attention times; each row is a batch of at most one prefill chunk, and of equal decodes if any."""
-    with path.open(newline="", encoding="utf-8") as lines:
-        rows = {
-            (int(r["prefill_chunk"]), int(r["kv_prefill"]), int(r["n_decode"]), int(r["kv_decode"])): float(
-                r["time_us"]
-            )
-            for r in csv.DictReader(lines)
-        }
+    rows = _rows(path, ("prefill_chunk", "kv_prefill", "n_decode", "kv_decode"), "time_us")
+    if not rows:
+        raise ValueError(f"{path.name}: has no rows")
+    alone = [key for key in rows if key[0] == 0]
+    contexts = sorted({key[3] for key in alone})
+    for number in sorted({key[2] for key in alone}):
+        own = [context for context in contexts if (0, 0, number, context) in rows]
+        hole = next((mine for mine in contexts if mine < own[-1] and mine not in own), None)
+        if hole is not None:
+            raise ValueError(f"{path.name}: n_decode {number}, kv_decode {hole}: there is no row, but of longer contexts")
+        seconds = np.array([rows[0, 0, number, context] for context in own]) * US
+        _require_smooth(f"{path.name}: n_decode {number}, kv_decode", np.array(own, dtype=float), seconds)
     chunk, before, decodes, context = np.array(sorted(rows), dtype=float).T
     seconds = np.array([rows[key] for key in sorted(rows)]) * US
     return equal_decodes(chunk, before, decodes, context, seconds)
 
 
+def _require_smooth(cell: str, counts: Array, seconds: Array) -> None:
+    """Refuse a time that is many times those of the counts beside it: its unit is wrong."""
+    for here in range(1, len(counts) - 1):
+        near = seconds[[here - 1, here + 1]]
+        if seconds[here] > OTHER_UNIT * near.max() or seconds[here] < near.min() / OTHER_UNIT:
+            raise ValueError(
+                f"{cell} {int(counts[here])}: {seconds[here] / US:g} us, but {near[0] / US:g} and {near[1] / US:g} beside"
+                " it; is it in another unit?"
+            )
+
+
 def _read_skewed_attention(path: Path) -> Steps:
     """Read attention times of batches with unequal decodes, as in serving: few long ones (`nb`) among short ones."""
-    with path.open(newline="", encoding="utf-8") as lines:
-        rows = list(csv.DictReader(lines))
-    column = {name: np.array([float(row[name]) for row in rows]) for name in SKEW_COLUMNS}
+    rows = [
+        [_number(path, line, name, row[name]) for name in SKEW_COLUMNS] for line, row in _lines(path, SKEW_COLUMNS)
+    ]
+    column = dict(zip(SKEW_COLUMNS, np.array(rows).reshape(-1, len(SKEW_COLUMNS)).T, strict=True))
     few = column["nb"] <= np.maximum(1, LONG_SHARE * column["n"])
     column = {name: values[few] for name, values in column.items()}
     chunk, decodes, long_decodes = column["pc"], column["n"], column["nb"]

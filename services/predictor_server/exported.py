@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from predictor.correction import Correction, CorrectionRule
+from predictor.correction import Correction, CorrectionRule, RegionCorrection
 from predictor.engine_replica import EngineReplica
 from predictor.engine_view import EndedRequest, EngineView
 from predictor.forecast import Forecaster
@@ -22,6 +22,7 @@ from predictor.profile_check import StepCheck, require_possible
 from predictor.request import RequestFacts
 from predictor.reserved_requests import ReportedLengths, ReservedRequests
 from predictor.snapshot import Snapshot
+from predictor.step_time import region_of
 from protos.block.v1 import common_pb2
 from services.engine_state.identity import client_id
 from services.engine_state.layout import REASONS
@@ -100,7 +101,7 @@ class ExportedEngine:
         self._serial = 0  # of views
         self._transit = NO_TRANSIT
         self._check: StepCheck | None = None  # of a configured profile; one that the engine names needs none
-        self._correction = Correction()
+        self._correction = RegionCorrection()
         self._corrected_s = 0.0
         self._transfers = Correction(rule=OF_TRANSFERS)
         self._num_fetched = 0
@@ -218,7 +219,7 @@ class ExportedEngine:
             overdue_s=0.0,
             serial=0,
             transit=self._transit,
-            counters=self._counters.values(view.clock_rate) | {"pace": self._correction.factor},
+            counters=self._counters.values(view.clock_rate) | {"pace": self._correction.every.factor},
         )
         return followed
 
@@ -233,7 +234,7 @@ class ExportedEngine:
             log_event(log, logging.INFO, "engine found", source=view.settings.get("source"), profile=profile.name)
             self._life = view.life
             self._num_steps = self._num_outcomes = 0
-            self._correction = Correction()
+            self._correction = RegionCorrection()
             self._transfers, self._num_fetched = Correction(rule=OF_TRANSFERS), 0
             self._check = StepCheck(profile) if self._profile is not None else None
             self._counters = EngineCounters()
@@ -257,7 +258,7 @@ class ExportedEngine:
         engine_view.overdue_s = followed.replica.late_s(engine_view.now_s) / view.clock_rate
         followed.replica.wait_until(engine_view.now_s)
         self._mark_changed()
-        if self._correction.ratios and now_s - self._corrected_s > self._forget_s:
+        if self._correction.every.ratios and now_s - self._corrected_s > self._forget_s:
             self._forget_pace(followed, engine_view)
         # an idle engine publishes nothing, and its last state stays true
         engine_view.age_s = max(0.0, now_s - int(view.state["written_ns"]) / 1e9) if view.steps else 0.0
@@ -295,16 +296,18 @@ class ExportedEngine:
             self._corrected_s = time.monotonic()
             records = self._reader.new_steps()
             for real_s, sums in zip(records["seconds"].tolist(), records[list(STEP_SUMS)].tolist(), strict=True):
-                predicted_s = followed.replica.step_seconds(**dict(zip(STEP_SUMS, sums, strict=True)))
+                step = dict(zip(STEP_SUMS, sums, strict=True))
+                predicted_s = followed.replica.step_seconds(**step)
                 if predicted_s is not None:
-                    self._correction = self._correction.observe(predicted_s=predicted_s, real_s=real_s)
+                    region = region_of(step["num_tokens"], step["num_decodes"], step["num_prefills"])
+                    self._correction = self._correction.observe(region, predicted_s=predicted_s, real_s=real_s)
                     if self._check is not None:
                         self._check.observe(predicted_s=predicted_s, real_s=real_s)
         elif self._check is not None and time.monotonic() - self._corrected_s > self._forget_s:
             self._check.forget()  # as in `_forget_pace`
         if self._check is not None:
             _require(self._check.require_close)
-        followed.replica.engine.set_pace(self._correction.factor)
+        followed.replica.engine.set_region_paces(self._correction.every.factor, self._correction.factors)
 
     def _correct_transfers(self, followed: FollowedEngine) -> None:
         """Compare the fetches that have ended with their duration by the engine's configuration."""
@@ -328,9 +331,9 @@ class ExportedEngine:
 
     def _forget_pace(self, followed: FollowedEngine, view: EngineView) -> None:
         """Return to the profile's pace: an engine that was slow gets no requests to show that it has recovered."""
-        self._correction = Correction()
-        followed.replica.engine.set_pace(self._correction.factor)
-        view.counters["pace"] = self._correction.factor
+        self._correction = RegionCorrection()
+        followed.replica.engine.set_pace(1.0)
+        view.counters["pace"] = 1.0
 
 
 def _require(check: Callable[..., None], *arguments: Any) -> None:

@@ -54,6 +54,12 @@ class SidecarMetrics:
             ("instance", "quantity"),
             registry=registry,
         )
+        self.unmeasured = Counter(
+            "block_unmeasured_forecasts_total",
+            "Forecasts with steps outside of what the profile measured.",
+            ("instance",),
+            registry=registry,
+        )
         self.pace = Gauge(
             "block_pace_ratio", "Real over predicted step time, smoothed.", ("instance",), registry=registry
         )
@@ -93,6 +99,7 @@ class InstanceMetrics:
         self.predict_s = metrics.predict_s.labels(instance_id)
         self.reservations = metrics.reservations.labels(instance_id)
         self.pace = metrics.pace.labels(instance_id)
+        self.unmeasured = metrics.unmeasured.labels(instance_id)
         self.up = metrics.up.labels(instance_id)
 
     def set_source(self, source: str) -> None:

@@ -161,6 +161,8 @@ class Sidecar:
         else:
             forecasts, took_s = await asyncio.to_thread(simulate)
         self._simulation_s = took_s / len(requests)
+        if unmeasured := sum(forecast.unmeasured > 0 for forecast in forecasts):
+            self.metrics.unmeasured.inc(unmeasured)
         return forecasts
 
     # Reservations.

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from predictor.correction import Correction, CorrectionRule
+from predictor.correction import MIN_STEPS, Correction, CorrectionRule, RegionCorrection
+from predictor.step_time import DECODE_REGION, PREFILL_REGION
 
 
 def test_starts_at_one() -> None:
@@ -77,3 +78,29 @@ def test_refuses_a_bad_rule(name: str, value: float) -> None:
     """A rule that does not converge is refused, and the error names the field."""
     with pytest.raises(ValueError, match=rf"^{name}: "):
         CorrectionRule(**{name: value})  # type: ignore[arg-type]
+
+
+def test_wrong_chunks_do_not_change_decodes() -> None:
+    """Where only chunks take longer than predicted, decodes keep their own factor."""
+    correction = RegionCorrection()
+    for step in range(400):
+        is_chunk = step % 10 == 0
+        region, real_s = (PREFILL_REGION, 0.09) if is_chunk else (DECODE_REGION, 0.02)
+        correction = correction.observe(region, predicted_s=0.06 if is_chunk else 0.02, real_s=real_s)
+    decode, mixed, prefill = correction.factors
+    assert decode == pytest.approx(1.0, abs=1e-9)
+    assert prefill == pytest.approx(1.5, rel=0.05)
+    assert mixed == correction.every.factor
+    assert 1.0 < mixed < prefill
+
+
+def test_a_region_with_few_steps_has_the_factor_of_all() -> None:
+    """Until a region has enough steps, what others show is the best guess."""
+    correction = RegionCorrection()
+    for _ in range(MIN_STEPS - 1):
+        correction = correction.observe(PREFILL_REGION, predicted_s=1.0, real_s=2.0)
+    assert set(correction.factors) == {correction.every.factor}
+    correction = correction.observe(PREFILL_REGION, predicted_s=1.0, real_s=2.0)
+    assert correction.factors == (correction.every.factor,) * 3
+    correction = correction.observe(DECODE_REGION, predicted_s=1.0, real_s=1.0)
+    assert correction.factors[PREFILL_REGION] > correction.factors[DECODE_REGION] == correction.every.factor
