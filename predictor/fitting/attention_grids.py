@@ -166,14 +166,15 @@ def _read_at(grid: Grid, y: Sequence[float]) -> tuple[tuple[float, ...], ...]:
 
 def _least_squares(matrix: Array, target: Array, scale: Array) -> Array:
     """Return the non-negative coefficients with the least squared error relative to `scale`."""
-    from sklearn.linear_model import LinearRegression  # takes a second to import
+    from scipy.optimize import nnls  # takes a while to import
 
     norms = np.linalg.norm(matrix / scale[:, None], axis=0)
     used = norms > 0
-    line = LinearRegression(positive=True, fit_intercept=False)
-    line.fit(matrix[:, used] / scale[:, None] / norms[used], target / scale)
+    scaled = matrix[:, used] / scale[:, None] / norms[used]
+    # the triangle has the same solutions, and few rows
+    triangle = np.linalg.qr(np.column_stack([scaled, target / scale]), mode="r")
     found = np.zeros(matrix.shape[1])
-    found[used] = line.coef_ / norms[used]
+    found[used] = nnls(triangle[:, :-1], triangle[:, -1])[0] / norms[used]
     return found
 
 

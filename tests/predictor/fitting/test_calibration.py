@@ -78,14 +78,15 @@ def test_finds_the_missing_constants(missing: dict[str, float]) -> None:
     assert replace(found, **{name: getattr(KERNELS, name) for name in missing}) == KERNELS
 
 
-def test_a_window_that_begins_overloaded() -> None:
-    """The constants of an engine at which every request waits are found within their intervals, from half of them."""
-    served = overloaded()
-    truth = served(replace(KERNELS, constant_s=3e-3, prefill_s=2.5e-3))
+@pytest.mark.parametrize("num_blocks", [60, 400])
+def test_a_window_that_begins_overloaded(num_blocks: int) -> None:
+    """The constant of an engine at which every request waits, and some are preempted, is found from half of them."""
+    served = overloaded(num_blocks)
+    truth = served(replace(KERNELS, constant_s=3e-3))
     calibration = calibrate(
-        Calibrated(step_time=KERNELS), served, truth, compared=np.arange(60) < 30, constants=("constant_s", "prefill_s")
+        Calibrated(step_time=KERNELS), served, truth, compared=np.arange(60) < 30, constants=("constant_s",)
     )
-    assert found_by(calibration) == pytest.approx({"constant_s": 2e-3, "prefill_s": 2e-3}, rel=0.15)
+    assert found_by(calibration) == pytest.approx({"constant_s": 2e-3}, rel=0.05)
     later = np.arange(60) >= 30
     replayed = served(calibration.result.step_time).where(later)
     for metric, actual in truth.where(later).metrics().items():
