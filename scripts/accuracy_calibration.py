@@ -29,7 +29,7 @@ from simulator.replay import replay
 NUM_REQUESTS, WINDOW = 240, 80
 PROFILES = ("llama-3.1-8b-rtxpro6000", "qwen3-32b-rtxpro6000-tp2")
 # The truth: CPU time a step and beside chunks, communication a token, and kernels over the tables.
-TRUTH = {"constant_s": 2e-3, "prefill_s": 3e-3, "token_s": 5e-6}
+TRUTH: dict[str, Any] = {"constant_s": 2e-3, "prefill_s": 3e-3, "token_s": 5e-6}
 WRONG = {"tables": 1.0, "tables_5%_fast": 0.95, "tables_5%_slow": 1.05}
 SPREAD = 0.01  # of measured times, log-normal
 

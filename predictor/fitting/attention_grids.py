@@ -172,7 +172,7 @@ def _least_squares(matrix: Array, target: Array, scale: Array) -> Array:
     used = norms > 0
     scaled = matrix[:, used] / scale[:, None] / norms[used]
     # the triangle has the same solutions, and few rows
-    triangle = np.linalg.qr(np.column_stack([scaled, target / scale]), mode="r")
+    triangle = np.asarray(np.linalg.qr(np.column_stack([scaled, target / scale]), mode="r"))
     found = np.zeros(matrix.shape[1])
     found[used] = nnls(triangle[:, :-1], triangle[:, -1])[0] / norms[used]
     return found
@@ -198,9 +198,7 @@ def _prefill_s(step_time: StepTime, steps: Steps) -> Array:
 def _mixed_decode_s(step_time: StepTime, steps: Steps) -> Array:
     """Interpolate what the decodes beside chunks add, as if nothing of it were hidden."""
     ones = np.zeros(len(steps))
-    alone = replace(
-        steps, num_tokens=steps.num_decodes, num_prefills=ones, prefill_qq=ones, prefill_qkv=ones
-    )
+    alone = replace(steps, num_tokens=steps.num_decodes, num_prefills=ones, prefill_qq=ones, prefill_qkv=ones)
     return predict(StepTime(decode_attention=step_time.mixed_attention), alone)
 
 

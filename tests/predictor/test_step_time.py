@@ -238,7 +238,12 @@ def test_batches_outside_of_what_was_measured() -> None:
     """A batch is outside when its tokens, its sequences, all its context or one of its contexts is."""
     costs = tabulate(replace(LINEAR, limits=(100, 8, 5000, 2000)), 200, 16)
     assert is_measured(costs, 100, 8, 5000.0, 2000.0)
-    for outside in ((101, 8, 5000.0, 2000.0), (100, 9, 5000.0, 2000.0), (100, 8, 5001.0, 2000.0), (100, 8, 5000.0, 2001.0)):
+    for outside in (
+        (101, 8, 5000.0, 2000.0),
+        (100, 9, 5000.0, 2000.0),
+        (100, 8, 5001.0, 2000.0),
+        (100, 8, 5000.0, 2001.0),
+    ):
         assert not is_measured(costs, *outside)
     assert LINEAR.limits == UNLIMITED
     assert is_measured(TABULATED[0][1], MAX_TOKENS, MAX_SEQUENCES, 1e9, 1e9)
@@ -246,7 +251,13 @@ def test_batches_outside_of_what_was_measured() -> None:
 
 def test_regions() -> None:
     """Batches are decodes, chunks that are most of the tokens, or both."""
-    assert [region_of(*batch) for batch in ((8, 8, 0), (16, 8, 1), (71, 8, 1), (72, 8, 1), (9, 0, 2))] == [0, 1, 1, 2, 2]
+    assert [region_of(*batch) for batch in ((8, 8, 0), (16, 8, 1), (71, 8, 1), (72, 8, 1), (9, 0, 2))] == [
+        0,
+        1,
+        1,
+        2,
+        2,
+    ]
 
 
 @pytest.mark.parametrize("first", [ALONE, BESIDE])

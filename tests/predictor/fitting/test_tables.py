@@ -165,7 +165,9 @@ def test_kernel_tables(folder: str, num_layers: int, kv_heads: int) -> None:
     assert error.p90 < 0.04
     assert error.n > 10_000
     assert (valid.max_tokens, valid.max_sequences, valid.max_sequence_context) == (2048, 256, 16384)
-    one_wave = next(x for x, y in zip(step_time.decode_wait.x[4:], step_time.decode_wait.y[4:], strict=True) if y > 0.05)
+    one_wave = next(
+        x for x, y in zip(step_time.decode_wait.x[4:], step_time.decode_wait.y[4:], strict=True) if y > 0.05
+    )
     assert one_wave * kv_heads == pytest.approx(0.8 * 2 * 188, abs=kv_heads)
     assert step_time.decode_wait.y[-1] == 0.0
     # matrix products need another tile of 128 tokens here
@@ -216,7 +218,9 @@ def test_tables_of_a_law(tmp_path: Path) -> None:
     dense = costs.by_tokens[10] + costs.by_count[10, 0]
     found = step_seconds(costs, 10, 10, 10, 10.0 * 500, 0, 0.0, 0.0) - dense
     assert found == pytest.approx(2e-6 * (8 + 10 * 500 / 500), rel=1e-3)
-    found = step_seconds(costs, 128, 2, 0, 0.0, 2, 2 * 64.0**2, 64.0 * 200) - costs.by_tokens[128] - costs.by_count[2, 0]
+    found = (
+        step_seconds(costs, 128, 2, 0, 0.0, 2, 2 * 64.0**2, 64.0 * 200) - costs.by_tokens[128] - costs.by_count[2, 0]
+    )
     pairs = 2 * 64**2 / 2 + 64 * 200
     assert found == pytest.approx(2e-6 * (7 + pairs / 9000), rel=0.02)
 
