@@ -136,8 +136,8 @@ class Forecaster:
             )
             for slot, (
                 scheduled_s, first_token_s, finished_s, delay_sum_s, delay_worst_s, fetched_s, gain_before,
-                gain_after, least_slack_s, unmeasured, output_tokens, num_preemptions, others_preempted, hit_tokens, attained,
-                others_missed,
+                gain_after, least_slack_s, unmeasured, output_tokens, num_preemptions, others_preempted, hit_tokens,
+                attained, others_missed,
             ) in zip(slots, results.tolist(), strict=True)
         ]  # fmt: skip
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -32,8 +33,8 @@ SAMPLED, DECODE_WAIT, MIXED_WAIT, FIRST_KNOT = 0, 1, 2, 4
 COLUMNS_PER_KNOT = 4
 ALONE, BESIDE = FIRST_KNOT, FIRST_KNOT + 2
 
-# The regions of batches, which a profile can be wrong about in different ways: decodes alone, decodes beside chunks, and
-# mostly chunks, with so many times as many tokens as decodes.
+# The regions of batches, about which a profile can be wrong in different ways: decodes alone, decodes beside chunks,
+# and mostly chunks, with so many times as many tokens as decodes.
 REGIONS = ("decode", "mixed", "prefill")
 NUM_REGIONS = len(REGIONS)
 DECODE_REGION, MIXED_REGION, PREFILL_REGION = range(NUM_REGIONS)
@@ -56,7 +57,7 @@ def _require_knots(name: str, knots: Sequence[float]) -> None:
         raise ValueError(f"{name}: must have at least one knot")
     for knot in knots:
         require_seconds(name, knot)
-    if any(later - earlier < 1 for earlier, later in zip(knots, knots[1:], strict=False)):
+    if any(later - earlier < 1 for earlier, later in pairwise(knots)):
         raise ValueError(f"{name}: knots are counts and must increase by at least 1")
 
 
@@ -184,7 +185,7 @@ class StepTime:
                 raise ValueError(f"{name}_wait: must not be given with {name}_longest, which says the same")
         for name in ("decode_attention", "mixed_attention"):
             for number, row in enumerate(getattr(self, name).z):
-                if any(later < earlier for earlier, later in zip(row, row[1:], strict=False)):
+                if any(later < earlier for earlier, later in pairwise(row)):
                     raise ValueError(f"{name}.z[{number}]: must not decrease with the context")
         if len(self.knots) > MAX_KNOTS:
             raise ValueError(f"decode_attention.y: {len(self.knots)} knots are too many, at most {MAX_KNOTS}")

@@ -10,9 +10,9 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,7 @@ from simulator.replay import replay
 NUM_REQUESTS, WINDOW = 240, 80
 PROFILES = ("llama-3.1-8b-rtxpro6000", "qwen3-32b-rtxpro6000-tp2")
 # The truth: CPU time a step and beside chunks, communication a token, and kernels over the tables.
-TRUTH = {"constant_s": 2e-3, "prefill_s": 3e-3, "token_s": 5e-6}
+TRUTH: dict[str, Any] = {"constant_s": 2e-3, "prefill_s": 3e-3, "token_s": 5e-6}
 WRONG = {"tables": 1.0, "tables_5%_fast": 0.95, "tables_5%_slow": 1.05}
 SPREAD = 0.01  # of measured times, log-normal
 
@@ -65,29 +65,30 @@ def main() -> None:
 
 
 def compared(seed: int) -> Iterator[dict[str, Any]]:
-    """Yield the median errors of requests after the window, before and after the calibration."""
+    """Yield the median errors of requests after the window, before and after the calibration, without the noise."""
     for name in PROFILES:
         tables = without_constants(load_profile(name).step_time)
         for load in LOADS:
             requests = requests_of(load, seed)
             served = replay(config_of(load), replace(tables, **TRUTH), requests)
             output = np.array([float(request.output_tokens or 0) for request in requests])
-            truth = noisy(latencies_of(requests, served, output), seed)
+            truth = latencies_of(requests, served, output)
+            measured = noisy(truth, seed)
             for wrong, factor in WRONG.items():
                 start = scaled(tables, factor)
 
-                def replayed(
-                    step_time: StepTime,
-                    requests: list[RequestFacts] = requests,
-                    load: Load = load,
-                    output: Any = output,
-                ) -> MeasuredLatencies:  # noqa: E501
-                    return latencies_of(requests, replay(config_of(load), step_time, requests), output)
-
+                replayed = partial(replay_of, load, requests, output)
                 window = np.arange(NUM_REQUESTS) < WINDOW
-                found = calibrate(Calibrated(step_time=start), replayed, truth, compared=window)
+                found = calibrate(Calibrated(step_time=start), replayed, measured, compared=window)
                 for when, step_time in (("before", start), ("after", found.result.step_time)):
                     yield from errors(f"{name}.{load.name}.{wrong}.{when}", replayed(step_time), truth, ~window, found)
+
+
+def replay_of(
+    load: Load, requests: list[RequestFacts], output_tokens: np.ndarray, step_time: StepTime
+) -> MeasuredLatencies:
+    """Serve the requests."""
+    return latencies_of(requests, replay(config_of(load), step_time, requests), output_tokens)
 
 
 def errors(
@@ -113,10 +114,8 @@ def requests_of(load: Load, seed: int) -> list[RequestFacts]:
     prompts = np.clip(draw.lognormal(5.5, 1.0, NUM_REQUESTS), 8, 4000).astype(int)
     outputs = np.clip(draw.lognormal(5.3, 0.8, NUM_REQUESTS), 4, 1500).astype(int)
     return [
-        RequestFacts(
-            request_id=f"r{i:03}", arrival_s=float(arrival), prompt_tokens=int(prompt), output_tokens=int(output)
-        )
-        for i, (arrival, prompt, output) in enumerate(zip(arrivals, prompts, outputs, strict=True))
+        RequestFacts(request_id=f"r{i:03}", arrival_s=float(at_s), prompt_tokens=int(prompt), output_tokens=int(output))
+        for i, (at_s, prompt, output) in enumerate(zip(arrivals, prompts, outputs, strict=True))
     ]
 
 
@@ -142,4 +141,4 @@ def config_of(load: Load) -> EngineConfig:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -14,7 +14,7 @@ from predictor.batching import BATCHERS, settled
 from predictor.config import BIDIRECTIONAL, FIELD_NAMES, PLAIN, EngineConfig
 from predictor.engine import Engine
 from predictor.request import CLASSES, RequestFacts, Slo
-from predictor.step_time import Curve, StepTime
+from predictor.step_time import Curve, Grid, StepTime
 from tests.oracle.engine import Part
 
 MAX_STEPS = 400  # with priorities vLLM can preempt without end; runs are compared up to this step
@@ -35,6 +35,20 @@ AFFINE = StepTime(
     decode_slope=Curve(x=(1.0, 8.0), y=(0.000031, 0.000011)),
     mixed_base=Curve(x=(1.0, 8.0), y=(0.0043, 0.0104)),
     mixed_slope=Curve(x=(1.0, 8.0), y=(0.000017, 0.000029)),
+)
+# Attention is interpolated, with slopes that change within a few tokens.
+BENT = replace(
+    AFFINE,
+    decode_wait=Curve(x=(1.0, 4.0), y=(0.3, 0.1)),
+    mixed_wait=Curve(x=(1.0, 4.0), y=(0.5, 0.0)),
+    decode_attention=Grid(
+        x=(1.0, 3.0, 8.0),
+        y=(2.0, 5.0, 9.0, 14.0),
+        z=((0.0011, 0.0023, 0.0024, 0.0051), (0.0017, 0.0041, 0.0059, 0.0083), (0.0029, 0.0071, 0.0121, 0.0122)),
+    ),
+    mixed_attention=Grid(x=(1.0, 8.0), y=(0.0, 7.0), z=((0.0013, 0.0037), (0.0041, 0.0193))),
+    prefill_attention=Grid(x=(2.0, 6.0, 9.0), y=(0.0, 10.0), z=((0.001, 0.003), (0.002, 0.007), (0.005, 0.011))),
+    mixed_overlap=Grid(x=(1.0, 8.0), y=(2.0, 9.0), z=((0.9, 0.4), (0.3, 0.1))),
 )
 
 CHUNKING = {"vllm_v1": (True, False), "vllm_v0": (True, False), "sarathi": (True,)}

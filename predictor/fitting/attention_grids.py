@@ -166,14 +166,15 @@ def _read_at(grid: Grid, y: Sequence[float]) -> tuple[tuple[float, ...], ...]:
 
 def _least_squares(matrix: Array, target: Array, scale: Array) -> Array:
     """Return the non-negative coefficients with the least squared error relative to `scale`."""
-    from sklearn.linear_model import LinearRegression  # takes a second to import
+    from scipy.optimize import nnls  # takes a while to import
 
     norms = np.linalg.norm(matrix / scale[:, None], axis=0)
     used = norms > 0
-    line = LinearRegression(positive=True, fit_intercept=False)
-    line.fit(matrix[:, used] / scale[:, None] / norms[used], target / scale)
+    scaled = matrix[:, used] / scale[:, None] / norms[used]
+    # the triangle has the same solutions, and few rows
+    triangle = np.asarray(np.linalg.qr(np.column_stack([scaled, target / scale]), mode="r"))
     found = np.zeros(matrix.shape[1])
-    found[used] = line.coef_ / norms[used]
+    found[used] = nnls(triangle[:, :-1], triangle[:, -1])[0] / norms[used]
     return found
 
 
@@ -197,9 +198,7 @@ def _prefill_s(step_time: StepTime, steps: Steps) -> Array:
 def _mixed_decode_s(step_time: StepTime, steps: Steps) -> Array:
     """Interpolate what the decodes beside chunks add, as if nothing of it were hidden."""
     ones = np.zeros(len(steps))
-    alone = replace(
-        steps, num_tokens=steps.num_decodes, num_prefills=ones, prefill_qq=ones, prefill_qkv=ones
-    )
+    alone = replace(steps, num_tokens=steps.num_decodes, num_prefills=ones, prefill_qq=ones, prefill_qkv=ones)
     return predict(StepTime(decode_attention=step_time.mixed_attention), alone)
 
 

@@ -141,7 +141,9 @@ class _Window:
         for name, values in mine.metrics().items():
             known = truth.metrics()[name]
             usable = (known > 0) & (truth.output_tokens > 1 if name == "tpot" else True)
-            found[name] = np.where(usable, np.log(np.maximum(values + shift[name], TINY) / np.maximum(known, TINY)), 0.0)
+            found[name] = np.where(
+                usable, np.log(np.maximum(values + shift[name], TINY) / np.maximum(known, TINY)), 0.0
+            )
         if replayed.arrival_s is not None and self.measured.arrival_s is not None:
             # all requests: those that are not compared produce tokens, too
             ends = self.measured.arrival_s + self.measured.last_token_s
@@ -348,9 +350,7 @@ def _told(system: _System, candidates: Sequence[str], least: Mapping[str, float]
             break
         near = best + NEARLY * (error - best)
         told = [
-            name
-            for name in candidates
-            if errors.get(name, np.inf) <= near and _is_told(system, [*names, name], least)
+            name for name in candidates if errors.get(name, np.inf) <= near and _is_told(system, [*names, name], least)
         ]
         if not told:
             break

@@ -346,7 +346,9 @@ def _read_attention(path: Path) -> Steps:
         own = [context for context in contexts if (0, 0, number, context) in rows]
         hole = next((mine for mine in contexts if mine < own[-1] and mine not in own), None)
         if hole is not None:
-            raise ValueError(f"{path.name}: n_decode {number}, kv_decode {hole}: there is no row, but of longer contexts")
+            raise ValueError(
+                f"{path.name}: n_decode {number}, kv_decode {hole}: there is no row, but of longer contexts"
+            )
         seconds = np.array([rows[0, 0, number, context] for context in own]) * US
         _require_smooth(f"{path.name}: n_decode {number}, kv_decode", np.array(own, dtype=float), seconds)
     chunk, before, decodes, context = np.array(sorted(rows), dtype=float).T
@@ -360,16 +362,14 @@ def _require_smooth(cell: str, counts: Array, seconds: Array) -> None:
         near = seconds[[here - 1, here + 1]]
         if seconds[here] > OTHER_UNIT * near.max() or seconds[here] < near.min() / OTHER_UNIT:
             raise ValueError(
-                f"{cell} {int(counts[here])}: {seconds[here] / US:g} us, but {near[0] / US:g} and {near[1] / US:g} beside"
-                " it; is it in another unit?"
+                f"{cell} {int(counts[here])}: {seconds[here] / US:g} us, but {near[0] / US:g} and {near[1] / US:g}"
+                " beside it; is it in another unit?"
             )
 
 
 def _read_skewed_attention(path: Path) -> Steps:
     """Read attention times of batches with unequal decodes, as in serving: few long ones (`nb`) among short ones."""
-    rows = [
-        [_number(path, line, name, row[name]) for name in SKEW_COLUMNS] for line, row in _lines(path, SKEW_COLUMNS)
-    ]
+    rows = [[_number(path, line, name, row[name]) for name in SKEW_COLUMNS] for line, row in _lines(path, SKEW_COLUMNS)]
     column = dict(zip(SKEW_COLUMNS, np.array(rows).reshape(-1, len(SKEW_COLUMNS)).T, strict=True))
     few = column["nb"] <= np.maximum(1, LONG_SHARE * column["n"])
     column = {name: values[few] for name, values in column.items()}

@@ -11,12 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from predictor.batching import BATCHERS
+from predictor.config import EngineConfig
 from predictor.engine import Engine
 from predictor.forecast import Forecaster
 from predictor.forecast_result import Forecast
 from predictor.request import RequestFacts
 from predictor.reserved_requests import ReservedRequests
 from predictor.state import FINISHED
+from predictor.step_time import Curve, StepTime
 from tests.inspecting import frozen
 from tests.oracle import faster_transformer, lightllm, orca, ordered_rules, sarathi, vllm_v0, vllm_v1
 from tests.strategies import AFFINE, Load, affine_seconds, examples, load_of, loads
@@ -375,3 +377,43 @@ def test_a_forecast_does_not_depend_on_those_before(batcher: str) -> None:
         assert dirty.forecast(candidates, later_s) == clean.forecast(candidates, later_s)
 
     check()
+
+
+@pytest.mark.parametrize("delays", [True, False])
+def test_the_share_of_time_outside_of_what_was_measured(delays: bool) -> None:
+    """A forecast says how much of its time is in steps that are longer, or have more context, than any measured one."""
+    config = EngineConfig(max_num_seqs=4, max_num_batched_tokens=64, num_gpu_blocks=100, max_model_len=512)
+    one_s = StepTime(constant_s=1.0)
+    request = RequestFacts(request_id="a", prompt_tokens=40, output_tokens=60)
+    for limits, share in (
+        ((64, 4, 512, 512), 0.0),
+        ((39, 4, 512, 512), 1 / 60),  # the prefill
+        ((64, 4, 90, 512), 9 / 60),  # the last steps have 91 to 99 tokens of context
+        ((64, 4, 512, 80), 19 / 60),
+        ((64, 1, 10, 512), 59 / 60),
+    ):
+        engine = Engine(config, replace(one_s, limits=limits))
+        (forecast,) = Forecaster(engine).forecast([request], 0.0, delays=delays)
+        assert forecast.e2e_s == 60.0
+        assert forecast.unmeasured == pytest.approx(share)
+
+
+def test_paces_of_regions() -> None:
+    """Steps of decodes and of chunks take longer by their own factors, also where steps are repeated at once."""
+    config = EngineConfig(max_num_seqs=4, max_num_batched_tokens=64, num_gpu_blocks=100, max_model_len=512)
+    step_time = StepTime(constant_s=1.0, decode_slope=Curve(y=(0.01,)))
+    engines = [Engine(config, step_time) for _ in range(2)]
+    for engine in engines:
+        engine.set_region_paces(1.5, (2.0, 4.0, 3.0))
+        engine.add(RequestFacts(request_id="a", prompt_tokens=40, output_tokens=20))
+    fast, stepped = engines
+    fast.advance()
+    while stepped.next_step() is not None:
+        pass
+    expected = 3.0 + sum(2.0 * (1.0 + 0.01 * (40 + number)) for number in range(1, 20))
+    assert fast.outcome("a").e2e_s == pytest.approx(expected)
+    assert stepped.outcome("a").e2e_s == pytest.approx(expected)
+    with pytest.raises(ValueError, match=r"^by_region.mixed: must be above 0"):
+        fast.set_region_paces(1.0, (1.0, 0.0, 1.0))
+    fast.set_pace(1.5)
+    assert fast.state.engine[0].region_pace.tolist() == [1.0, 1.0, 1.0]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from predictor.batching import BATCHERS
 from predictor.engine import Engine, StepRecord
 from tests.inspecting import counts_of, expect_blocks_conserved, expect_nothing_left, times_of
-from tests.strategies import AFFINE, Load, examples, loads
+from tests.strategies import AFFINE, BENT, Load, examples, loads
 
 CLOSE = 1e-9
 LONGEST_RUN = 2000
@@ -43,12 +43,13 @@ def test_from_event_to_event_is_step_by_step(batcher: str) -> None:
     @examples(90 * len(BATCHERS[batcher].kv_layouts))
     @given(BATCHER_LOADS[batcher])
     def check(load: Load) -> None:
-        stepped, fast = load.loaded(AFFINE), load.loaded(AFFINE)
-        if not run_by_steps(stepped):
-            return  # an endless run, see the next test
-        fast.advance()
-        expect_same(stepped, fast)
-        preemptions[stepped.state.engine[0].num_preemptions > 0] += 1
+        for step_time in (AFFINE, BENT):
+            stepped, fast = load.loaded(step_time), load.loaded(step_time)
+            if not run_by_steps(stepped):
+                return  # an endless run, see the next test
+            fast.advance()
+            expect_same(stepped, fast)
+            preemptions[stepped.state.engine[0].num_preemptions > 0] += 1
 
     check()
     assert preemptions[True] >= 2 or batcher in MAY_EXCEED_BUDGET

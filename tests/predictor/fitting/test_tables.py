@@ -28,7 +28,7 @@ from predictor.fitting.vidur_tables import (
     read_layer_table,
     scaled_attention,
 )
-from predictor.step_time import StepTime
+from predictor.step_time import StepTime, step_seconds, tabulate
 
 DATA = Path(os.environ.get("BLOCK_DATA", Path(__file__).parents[4] / "shared" / "data"))
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="BLOCK_DATA names no data")
@@ -152,20 +152,116 @@ def test_attention_can_be_replaced() -> None:
 
 
 @needs_data
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("folder", "num_layers", "kv_heads"),
     [("meta-llama/Llama-3.1-8B/bf16/tp1", 32, 8), ("Qwen/Qwen3-32B/bf16/tp2", 64, 4)],
 )
 def test_kernel_tables(folder: str, num_layers: int, kv_heads: int) -> None:
-    """Whole steps of held-out attention rows are predicted within 2 %, nine in ten within 5 %."""
+    """Whole steps of regions that are left out are predicted within 2 %, nine in ten within 4 %."""
     tables = read_kernel_tables(DATA / "profiles/llmservingsim/perf/RTXPRO6000" / folder)
-    step_time, error, _ = fit_kernel_tables(tables, num_layers=num_layers, kv_heads_per_gpu=kv_heads, num_sms=188)
-    assert error.mape < 0.02
-    assert error.p90 < 0.05
-    assert error.n > 1000
-    one_wave = step_time.decode_longest.x[1]
+    step_time, error, valid = fit_kernel_tables(tables, num_layers=num_layers, kv_heads_per_gpu=kv_heads, num_sms=188)
+    assert error.mape < 0.015
+    assert error.p90 < 0.04
+    assert error.n > 10_000
+    assert (valid.max_tokens, valid.max_sequences, valid.max_sequence_context) == (2048, 256, 16384)
+    one_wave = next(
+        x for x, y in zip(step_time.decode_wait.x[4:], step_time.decode_wait.y[4:], strict=True) if y > 0.05
+    )
     assert one_wave * kv_heads == pytest.approx(0.8 * 2 * 188, abs=kv_heads)
-    assert step_time.decode_longest.y[0] == step_time.decode_longest.y[-1] == 0.0
+    assert step_time.decode_wait.y[-1] == 0.0
+    # matrix products need another tile of 128 tokens here
+    seconds = step_time.by_tokens.table(512)
+    assert seconds[385] - seconds[384] > 10 * (seconds[384] - seconds[350])
+
+
+TABLES = {
+    "dense.csv": ["layer,tokens,time_us"]
+    + [
+        f"{layer},{tokens},{often * (5 + tokens)}"
+        for layer, often in (
+            ("qkv_proj", 6), ("rotary_emb", 1), ("o_proj", 4), ("layernorm", 1), ("gate_up_proj", 28), ("act_fn", 1),
+            ("down_proj", 14), ("embedding", 1), ("final_layernorm", 1),
+        )
+        for tokens in (1, 8, 64, 128, 256)
+    ],
+    "per_sequence.csv": ["layer,sequences,time_us"]
+    + [f"{layer},{count},{700 + count}" for layer in ("lm_head", "sampler") for count in (1, 8, 16)],
+    "attention.csv": ["prefill_chunk,kv_prefill,n_decode,kv_decode,time_us"]
+    + [f"0,0,{n},{context},{8 + n * context / 500}" for n in (1, 4, 16) for context in (64, 256, 1024)]
+    + [f"{chunk},{before},0,0,{7 + chunk * (before + chunk / 2) / 9000}" for chunk in (16, 64, 128, 240) for before in (0, 512)]
+    + [
+        f"{chunk},0,{n},{context},{7 + chunk**2 / 18000 + n * context / 300}"
+        for chunk in (16, 64, 128, 240) for n in (1, 4, 16) for context in (64, 256, 1024)
+    ],
+    "skew.csv": ["pc,kp,n,nb,kvs,kv_big,t_skew_us"]
+    + [f"0,0,16,1,{context},{4 * context},{3 * (8 + 16 * 1.4 * context / 500)}" for context in (64, 128, 256)],
+}  # fmt: skip
+
+
+def write_tables(folder: Path, changed: str = "", old: str = "", new: str | None = None) -> Path:
+    """Write kernel tables of which one has a line replaced, or left out."""
+    for name, lines in TABLES.items():
+        assert changed != name or old in lines
+        kept = [new if name == changed and line == old else line for line in lines]
+        (folder / name).write_text("\n".join(line for line in kept if line is not None) + "\n", encoding="utf-8")
+    return folder
+
+
+def test_tables_of_a_law(tmp_path: Path) -> None:
+    """What is linear in all counts is interpolated without error, and batches of several chunks follow."""
+    tables = read_kernel_tables(write_tables(tmp_path))
+    step_time, error, valid = fit_kernel_tables(tables, num_layers=2, kv_heads_per_gpu=8, num_sms=100)
+    assert error.p50 < 0.01
+    assert valid.max_sequence_context == 1024
+    costs = tabulate(step_time, 256, 16)
+    dense = costs.by_tokens[10] + costs.by_count[10, 0]
+    found = step_seconds(costs, 10, 10, 10, 10.0 * 500, 0, 0.0, 0.0) - dense
+    assert found == pytest.approx(2e-6 * (8 + 10 * 500 / 500), rel=1e-3)
+    found = (
+        step_seconds(costs, 128, 2, 0, 0.0, 2, 2 * 64.0**2, 64.0 * 200) - costs.by_tokens[128] - costs.by_count[2, 0]
+    )
+    pairs = 2 * 64**2 / 2 + 64 * 200
+    assert found == pytest.approx(2e-6 * (7 + pairs / 9000), rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("table", "old", "new", "message"),
+    [
+        ("dense.csv", "act_fn,64,69", None, r"^layer: act_fn has no row with count 64"),
+        ("dense.csv", "act_fn,64,69", "act_fn,64,69000", r"^dense.csv: layer act_fn, tokens 64: 69000 us, but 13 and 133"),
+        ("dense.csv", "act_fn,64,69", "act_fn,64,-69", r"^dense.csv line \d+: time_us: must be finite and at least 0"),
+        ("dense.csv", "layer,tokens,time_us", "layer,tokens,ms", "^dense.csv: time_us: the column is missing"),
+        (
+            "attention.csv", "0,0,4,256,10.048", None,
+            "^attention.csv: n_decode 4, kv_decode 256: there is no row, but of longer contexts",
+        ),
+        (
+            "attention.csv", "0,0,4,256,10.048", "0,0,4,256,0.010048",
+            "^attention.csv: n_decode 4, kv_decode 256: 0.010048 us, but .* is it in another unit",
+        ),
+        ("attention.csv", "0,0,4,256,10.048", "0,0,4,256,", r"^attention.csv line \d+: time_us: must be a number, not ''"),
+        ("attention.csv", "0,0,4,256,10.048", "0,0,4,256,0", r"^attention.csv line \d+: time_us: must be above 0"),
+    ],
+)  # fmt: skip
+def test_bad_kernel_tables(tmp_path: Path, table: str, old: str, new: str | None, message: str) -> None:
+    """One line names the cell that is missing, negative, or in another unit."""
+    folder = write_tables(tmp_path, table, old, new)
+    with pytest.raises(ValueError, match=message):
+        fit_kernel_tables(read_kernel_tables(folder), num_layers=2, kv_heads_per_gpu=8, num_sms=100)
+
+
+def test_tables_in_milliseconds(tmp_path: Path) -> None:
+    """Times with which a step would be faster than its weights can be read are in another unit."""
+    folder = write_tables(tmp_path)
+    rows = [line.rsplit(",", 1) for line in TABLES["dense.csv"][1:]]
+    lines = [TABLES["dense.csv"][0], *(f"{cell},{float(time) / 1000}" for cell, time in rows)]
+    (folder / "dense.csv").write_text("\n".join(lines), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"^dense.csv: time_us: a step of few tokens would take"):
+        kernel_table_profile(
+            folder, name="n", model="m", shape=replace(TINY, num_layers=32), gpu="A30",
+            tensor_parallel=1, dtype="bfloat16",
+        )  # fmt: skip
 
 
 def test_kv_heads_must_be_shared_evenly() -> None:
@@ -176,7 +272,7 @@ def test_kv_heads_must_be_shared_evenly() -> None:
 
 @needs_data
 def test_skew_table_sums_its_iterations() -> None:
-    """A uniform batch of the skew table, divided by its three iterations, equals the attention table."""
+    """A uniform batch of the skew table, divided by its three iterations, nearly equals the attention table."""
     folder = DATA / "profiles/llmservingsim/perf/RTXPRO6000/meta-llama/Llama-3.1-8B/bf16/tp1"
     tables = read_kernel_tables(folder)
     at_64 = tables.attention.where(
@@ -190,5 +286,5 @@ def test_skew_table_sums_its_iterations() -> None:
         & (np.abs(tables.skewed.decode_context - 64 * 2048) < 64 * 300)
     )
     assert np.median(skewed.seconds / skewed.decode_context) == pytest.approx(
-        float(at_64.seconds[0] / at_64.decode_context[0]), rel=0.2
+        float(at_64.seconds[0] / at_64.decode_context[0]), rel=0.25
     )
