@@ -6,21 +6,25 @@ first that is, or when all prefills have ended and no decode step to come can be
 
 from __future__ import annotations
 
+import numba
 import numpy as np
 
 from predictor import loop, queues
-from predictor.compiled import kernel, small_kernel
+from predictor.compiled import OPTIONS, kernel, small_kernel
 from predictor.engine import ANY_NUMBER, FOREVER
 from predictor.forecast import attains, read_result
 from predictor.forecast_result import ALL_KEPT
 from predictor.state import FINISHED, NONE, State, copy_into
+
+# Each compiled function that calls the loop contains a copy of it, which takes most of a minute to compile.
+inlined = numba.njit(inline="always", **OPTIONS)
 
 FEW_STEPS = 8
 AFTER_S = 1e-6  # after its deadline, at least, comes a first token that the simulation has not reached
 ENDED, OWN_MISSED, SETBACK = range(3)  # why a run has stopped
 
 
-@kernel
+@inlined
 def find_verdict(  # noqa: PLR0913, PLR0917 - a kernel
     before: State, alone: State, after: State, slot: int, now_s: float, until: int, result: np.record
 ) -> None:
@@ -61,7 +65,7 @@ def find_verdict(  # noqa: PLR0913, PLR0917 - a kernel
             result.first_token_s = due_s - now_s + AFTER_S
 
 
-@kernel
+@inlined
 def run_on(state: State, slot: int, due_s: float, own_counts: bool) -> int:
     """Run until the next setback, or until the request is known to be late if that counts; return why it stopped."""
     engine, request = state.engine[0], state.requests[slot]
@@ -77,7 +81,7 @@ def run_on(state: State, slot: int, due_s: float, own_counts: bool) -> int:
     return SETBACK if engine.num_setbacks > 0 else ENDED
 
 
-@kernel
+@inlined
 def reach_first_token(state: State, slot: int, due_s: float) -> None:
     """Run on until a request has its first token, but not beyond its deadline."""
     engine, request = state.engine[0], state.requests[slot]

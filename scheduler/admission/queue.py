@@ -24,7 +24,6 @@ from scheduler.indicators import Column
 
 RETRY_S = 0.05  # mean pause between two attempts of the first request, at first
 ASK_AGAIN_S = 0.1  # until an instance that did not admit a request is asked again, if no request has finished there
-MAX_SIZE_THAT_PASSES = 0.5  # of a request that is refused: how long one behind it may be to be tried at once
 PATIENT_ASK_AGAIN_S = 0.5  # for a request that has no deadline to miss
 
 Order = Callable[[Sequence[int], float], Sequence[int]]  # the numbers of waiting requests, by turn, at a time
@@ -95,7 +94,7 @@ class AdmissionQueue:
         )
 
     def next_smaller(self, number: int) -> int:
-        """Return the first request behind another in its lane that is at most half as long; -1 where there is none.
+        """Return the first request behind another in its lane that is shorter; -1 where there is none.
 
         A long request that fits nowhere at the moment does not keep a short one waiting that does.
         """
@@ -104,8 +103,7 @@ class AdmissionQueue:
         if self.order is not None or self._turn_of(request.lane) is not by_arrival:
             return NO_NUMBER
         behind = waiting[bisect.bisect_right(waiting, number) :]
-        most = MAX_SIZE_THAT_PASSES * request.num_tokens
-        return next((other for other in behind if self._requests[other].num_tokens <= most), NO_NUMBER)
+        return next((other for other in behind if self._requests[other].num_tokens < request.num_tokens), NO_NUMBER)
 
     def has_urgent(self, loosest_tpot_s: float, number: int) -> bool:
         """Return whether another request with a deadline to miss and no stricter target than this waits."""

@@ -31,7 +31,7 @@ BACKLOG_S = 0.3
 WITH_SHORT_QUEUE = "predicted_queue_s <= {backlog}"
 PATIENT_WITH_SHORT_QUEUE = "predicted_queue_s <= {backlog} / 3"
 FITS_TIER = "tier_fits > 0"
-DECODE_SHARE = 0.8  # of a step of the request's TPOT, which decodes may take in an instance that becomes stricter
+DECODE_SHARE = 0.65  # of a step of the request's TPOT, which decodes may take in an instance that becomes stricter
 MAY_BECOME_STRICTER = f"tier_closed < 1 and decode_step_s <= {DECODE_SHARE} * tpot_slo_s"
 ELIGIBLE = f"({FITS_TIER} or {MAY_BECOME_STRICTER} or highest(tier_fits) < 1)"
 ADMITS = f"{KEEPS} and {ELIGIBLE}"

@@ -193,11 +193,11 @@ def test_a_waiting_request_asks_no_instance_of_a_looser_tier_that_is_busy() -> N
 
 
 def test_a_short_request_is_tried_where_a_long_one_has_just_been_refused() -> None:
-    """Before its turn, and on the same instances; one that is not much shorter waits for its turn."""
+    """Before its turn, and on the same instances; one that is as long waits for its turn."""
     core = deadline_core()
     head, ask = place(core, prompt_tokens=200)
     told(head, ask, attained="ab", harmful="ab")
-    place(core, prompt_tokens=150)
+    place(core, prompt_tokens=200)
     short, wait = place(core, prompt_tokens=60)
     assert isinstance(wait, Wait)
     now_s = NOW_S + 0.2
