@@ -6,6 +6,9 @@ first that is, or when all prefills have ended and no decode step to come can be
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
 import numba
 import numpy as np
 
@@ -16,12 +19,16 @@ from predictor.forecast import attains, read_result
 from predictor.forecast_result import ALL_KEPT
 from predictor.state import FINISHED, NONE, State, copy_into
 
-# Each compiled function that calls the loop contains a copy of it, which takes most of a minute to compile.
-inlined = numba.njit(inline="always", **OPTIONS)
+F = TypeVar("F", bound=Callable[..., Any])
 
 FEW_STEPS = 8
 AFTER_S = 1e-6  # after its deadline, at least, comes a first token that the simulation has not reached
 ENDED, OWN_MISSED, SETBACK = range(3)  # why a run has stopped
+
+
+def inlined(function: F) -> F:
+    """Make a function part of the kernel that calls it: each compiled function that calls the loop has a copy of it."""
+    return cast("F", numba.njit(inline="always", **OPTIONS)(function))
 
 
 @inlined
