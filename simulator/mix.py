@@ -27,8 +27,8 @@ class MixEntry:
     """A share of the requests; what it leaves at None stays as it is in the requests themselves.
 
     `ttft_slo_token_s` is added to the target for the first token for each token of the prompt: where prompts are long,
-    one target for all of them asks what no engine can do. With a `later_share` in any entry of a mix, the second half of
-    the requests is drawn by these instead; an entry without one keeps its share.
+    one target for all asks what no engine can do. With a `later_share` in any entry of a mix, the second half of the
+    requests is drawn by these instead; an entry without one keeps its share.
     """
 
     name: str

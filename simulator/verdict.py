@@ -32,7 +32,7 @@ def inlined(function: F) -> F:
 
 
 @inlined
-def find_verdict(  # noqa: PLR0913, PLR0917 - a kernel
+def find_verdict(
     before: State, alone: State, after: State, slot: int, now_s: float, until: int, result: np.record
 ) -> None:
     """Simulate a request that was announced to `after`, a copy of `before`, until the verdict is known.
