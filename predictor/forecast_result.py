@@ -6,6 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
+# How far a forecast is simulated: to the end, or until it is known which deadlines are kept. `OTHERS_KEPT`: those of
+# the other requests, whatever becomes of this one's.
+TO_THE_END, ALL_KEPT, OTHERS_KEPT = range(3)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:

@@ -135,6 +135,7 @@ def preempt(state: State, position: int) -> int:
     request.placeholders = 0
     request.num_preemptions += 1
     engine.num_preemptions += 1
+    engine.num_setbacks += 1
     engine.fruitless_preemptions += 1
     if engine.fruitless_preemptions > MAX_FRUITLESS_PREEMPTIONS:
         engine.stuck = 1

@@ -110,6 +110,9 @@ ENGINE = np.dtype(
         ("steady_limit_s", "f8"),  # it repeats only while it takes no longer
         ("fruitless_preemptions", "i8"),  # preemptions since a request last produced a token
         ("least_slack_s", "f8"),  # of any token so far, of requests without a late one before it, until its deadline
+        ("num_setbacks", "i8"),  # first missed deadlines of requests, and preemptions
+        ("stops", "i8"),  # of a forecast, when its run ends early: `loop.NEVER`, `WHEN_KEPT` or `AT_SETBACK`
+        ("is_kept", "i8"),  # the run ended because certainly no setback follows
         ("stuck", "i8"),  # nothing changes before an arrival: no request fits, or preemptions repeat forever
     ],
     align=True,

@@ -185,6 +185,7 @@ def count_on_time(state: State, slot: int) -> None:
     slack_s = due_s(state, slot, request.output_tokens) - engine.now_s  # NaN without a deadline
     if request.tokens_on_time == request.output_tokens - 1 and slack_s < engine.least_slack_s:
         engine.least_slack_s = slack_s
+    engine.num_setbacks += request.tokens_on_time == request.output_tokens - 1 and slack_s < 0
     if slack_s >= 0:
         request.tokens_on_time += 1
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from predictor.forecast_result import Forecast
+from predictor.forecast_result import ALL_KEPT, OTHERS_KEPT, TO_THE_END, Forecast
 from predictor.request import BEST_EFFORT, DECODE, PREFILL, SERVE, Slo
 from scheduler.admission.order import WaitingRequest
 from scheduler.admission.queue import AdmissionQueue, lane_of, retry_pause_s
@@ -34,7 +34,7 @@ from scheduler.candidate import (
     forecast_columns,
 )
 from scheduler.candidates import Candidates, Rows
-from scheduler.indicators import INDEX_OF, Column
+from scheduler.indicators import INDEX_OF, STRICTEST_S, Column
 from scheduler.instances import (
     CLASS_LIMIT,
     LATE,
@@ -99,6 +99,7 @@ class Decision:
     _pool: RolePool | None = None  # of all instances
     _leg = SERVE
     _in_s = 0.0  # until it arrives
+    _has_verdicts = False  # forecasts say only which deadlines are kept
     _forecasts_anyway = False  # the chosen instance, where the policy does without forecasts
 
     # The decision's state.
@@ -116,6 +117,7 @@ class Decision:
     _leaves_because = QUEUE_FULL  # why it may not wait any longer
     _patient = False  # it is best effort, or late already, and must leave the deadlines of others alone
     _lane = 0  # of the admission queue
+    _passing: Rows | None = None  # the instances that it may ask before its turn: they refused a longer request
     _asks_all = True  # also the instances that have just refused
     _latest_s = math.inf  # while it waits: when it may become too late to attain its deadlines
 
@@ -150,6 +152,7 @@ class Decision:
 
     def answers(self, answers: Mapping[str, Answer], now_s: float) -> Intention:
         """Take what the asked instances answered, by instance id; one that is missing is late."""
+        self._has_verdicts = False  # sidecars forecast to the end
         if self._asked is None:
             return self._reserve_with_forecast(answers)
         self._compared, self._forecasts = self._take(answers, now_s)
@@ -258,7 +261,7 @@ class Decision:
         if self._queue.must_leave(self._number, now_s):
             self._may_wait = False
             self._leaves_because = TIMEOUT if self._queue.deadline_s(self._number) <= now_s else QUEUE_FULL
-        elif (head := self._queue.head(now_s, self._lane)) != self._number:
+        elif self._passing is None and (head := self._queue.head(now_s, self._lane)) != self._number:
             self.core.wake(head)
             if now_s < self._latest_s:
                 return self._wait(now_s)
@@ -331,7 +334,12 @@ class Decision:
         self._look_up(known)
         num_known = len(known)
         self._asks_all = True
+        if self._may_wait and self._patient and self._yields(known):
+            return self._wait(now_s)
         if self._may_wait and num_known and now_s < self._latest_s:  # one that may be late must know of all
+            if not self._patient:
+                known = policy.eligible(known)
+                num_known = len(known)
             known = self._worth_asking(known, now_s)
             self._asks_all = len(known) == num_known
             num_known = len(known)
@@ -365,16 +373,36 @@ class Decision:
         if self._others:
             others = [one.instance_id for one in self._others.values() if one.status is CandidateStatus.NOT_QUERIED]
         if len(shortlisted) or others:
-            self._asked = Ask(shortlisted, others, self.policy.needs_delays, self._leg, self._in_s)
+            self._asked = Ask(shortlisted, others, self.policy.needs_delays, self._leg, self._in_s, self._until())
+            self._has_verdicts = self._asked.until != TO_THE_END
             return self._asked
         self._compared = shortlisted
         return self._decide(now_s)
 
+    def _until(self) -> int:
+        """Return how far forecasts have to be simulated; a refusal says by the whole of them when to come again."""
+        if not (self._may_wait and self.policy.needs_verdicts) or self.request.objective.when_late == SHED_LATE:
+            return TO_THE_END
+        return OTHERS_KEPT if self._patient else ALL_KEPT
+
     def _worth_asking(self, known: Candidates, now_s: float) -> Candidates:
         """Leave out the instances that have just refused, and where nothing has finished since."""
+        if self._passing is not None:
+            return known.only(np.flatnonzero(np.isin(rows_of(known), self._passing)), "was not asked before")
         refusals = self.core.refusals(self._lane)
         worth = refusals.worth_asking(known.known.reported[FINISHED][rows_of(known)], now_s, known.rows)
         return known if worth.all() else known.only(np.flatnonzero(worth), "admitted no request recently")
+
+    def _yields(self, known: Candidates) -> bool:
+        """Whether it waits for others that have a deadline to miss, and fit all instances that have a target."""
+        request, queue = self.request, self.core.queue(self.request.model)
+        if queue is None or not self.policy.keeps_deadlines:
+            return False
+        shares, rules = self.core.shares_of(request.model), self.core.rules
+        if request.objective.is_best_effort and shares.is_below(rules.best_effort_share):
+            return False
+        targets_s = known["least_tpot_slo_s"]
+        return queue.has_urgent(float(targets_s[targets_s < math.inf].max(initial=STRICTEST_S)), self._number)
 
     def _score(self) -> None:
         compared, policy = self._compared, self.policy
@@ -434,11 +462,7 @@ class Decision:
         """Go on with a request that no instance admits now; None: it goes to the best instance all the same."""
         objective, keeps_deadlines = self.request.objective, self.policy.keeps_deadlines
         if self._is_late(now_s):
-            if objective.when_late == SHED_LATE:
-                return self._refuse_for_now(LATE, now_s)
-            self._give_up_deadlines()
-            self._score()
-            return self._decide(now_s)
+            return self._decide_late(now_s)
         if self.request.objective.is_best_effort and keeps_deadlines:
             if self.core.shares_of(self.request.model).is_below(self.core.rules.best_effort_share):
                 return None
@@ -451,15 +475,29 @@ class Decision:
             self._demote()
         return None
 
+    def _decide_late(self, now_s: float) -> Intention:
+        """Go on with a request whose deadlines cannot be kept any more."""
+        if self.request.objective.when_late == SHED_LATE:
+            return self._refuse_for_now(LATE, now_s)
+        self._give_up_deadlines()
+        assert self._compared is not None
+        if self._may_wait and self._yields(self._compared):
+            return self._wait(now_s)
+        if self._has_verdicts:
+            self._reset()
+            return self._attempt(now_s)
+        self._score()
+        return self._decide(now_s)
+
     def _is_late(self, now_s: float) -> bool:
         """Whether the request's deadlines cannot be kept any more, as far as `_latest_start_s` knows."""
         return self.policy.keeps_deadlines and not self._patient and now_s >= self._latest_start_s()
 
     def _latest_start_s(self) -> float:
-        """Return until when an idle instance could start the request and deliver its first token in time.
+        """Return until when an instance could start the request and deliver its first token in time.
 
-        For one that is to be shed it is any instance, with its queue: else it would keep those behind it waiting until
-        they are as late, and under overload none would be admitted in time.
+        Where all have just been asked, that is an instance with its queue, and else an idle one: a request that waits
+        for what cannot happen keeps those behind it waiting until they are as late.
         """
         compared, due_s = self._compared, self.request.indicators.due_s
         prompt_tokens = self.request.indicators.prompt_tokens
@@ -470,7 +508,7 @@ class Decision:
             least_s = float(np.fmin.reduce(ttft_s - compared["predicted_queue_s"], initial=math.inf))
             if least_s < math.inf:
                 self.core.observe_prefill(least_s / max(1, prompt_tokens))
-                if self._asks_all and self.request.objective.when_late == SHED_LATE:  # others need their turn in time
+                if self._asks_all:
                     return due_s - float(np.fmin.reduce(ttft_s))
         return due_s - self.core.prefill_token_s * prompt_tokens
 
@@ -730,7 +768,11 @@ class Decision:
             self._latest_s = math.inf
         elif self._compared is not None or self._latest_s == math.inf:
             self._latest_s = self._latest_start_s()
+        refused = None if self._compared is None else rows_of(self._compared)
         self._reset()
+        if self._queue is not None and refused is not None and not self._patient:
+            self._pass_turn(refused)
+        self._passing = None
         if self._queue is None:
             if self._number < 0:
                 self._number = core.next_number()
@@ -750,6 +792,14 @@ class Decision:
         else:
             self._wait_until_s = deadline_s
         return Wait(self._wait_until_s)
+
+    def _pass_turn(self, refused: Rows) -> None:
+        """Have the next shorter request of the lane tried on the instances that have just refused this one."""
+        assert self._queue is not None
+        number = self._queue.next_smaller(self._number)
+        if number >= 0:
+            self.core.waiting[number]._passing = refused  # noqa: SLF001 - another decision
+            self.core.wake(number)
 
     def _waiting(self) -> WaitingRequest:
         """Return what the admission queue's order needs to know of the request."""

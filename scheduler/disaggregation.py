@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from predictor.forecast_result import Forecast
+from predictor.forecast_result import TO_THE_END, Forecast
 from predictor.request import DECODE, PREFILL, SERVE
 from scheduler.candidate import FORECAST_FIELDS, Candidate, CandidateStatus
 from scheduler.candidates import Candidates
@@ -278,6 +278,10 @@ class DisaggregatedDecision(Decision):
         return self._prefill
 
     # By forecasts.
+
+    def _until(self) -> int:
+        """Return how far forecasts have to be simulated: the times of a leg are those of the next."""
+        return TO_THE_END
 
     def _ask_legs(self, now_s: float) -> Intention:
         """Ask prefill instances about the prefill leg, and others about the whole request, in one fan-out."""

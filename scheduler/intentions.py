@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
-from predictor.forecast_result import Forecast
+from predictor.forecast_result import TO_THE_END, Forecast
 from predictor.request import SERVE
 from scheduler.candidate import CandidateStatus
 from scheduler.candidates import Candidates
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 class Ask(NamedTuple):
     """Have instances forecast a leg of the request that arrives there in `in_s`.
 
-    The policy compares `candidates`; `others` are asked as well.
+    The policy compares `candidates`; `others` are asked as well. `until` says how far a forecast has to be simulated
+    (`TO_THE_END`, `ALL_KEPT`, `OTHERS_KEPT`); one that was simulated further does as well.
     """
 
     candidates: Candidates
@@ -33,6 +34,7 @@ class Ask(NamedTuple):
     with_delays: bool
     leg: str = SERVE
     in_s: float = 0.0
+    until: int = TO_THE_END
 
     @property
     def instance_ids(self) -> tuple[str, ...]:

@@ -33,6 +33,10 @@ DEFAULT_SHORTLIST = "lmetric"
 ON_OTHERS = (
     "delay_sum_s", "delay_worst_s", "others_preempted", "others_missed", "gain_before", "gain_after", "least_slack_s",
 )  # fmt: skip
+# A condition of ours compares these with thresholds, beyond which nothing has to be simulated.
+VERDICTS = {
+    "predicted_attained", "others_missed", "predicted_preemptions", "others_preempted", "predicted_queue_s"
+}  # fmt: skip
 # What keeping a session on its instance may cost, and the promises that it may not break.
 SESSION_COST, PROMISES = "predicted_e2e_s", ("predicted_attained", "others_missed")
 SESSION_COST_OF_INDICATORS = "queued_prefill_s"  # where a policy reads no forecasts
@@ -89,6 +93,8 @@ class Policy:
         # a condition of the user's own holds for all requests
         harmless = entry.harmless.format(**spec.parameters) if spec.hold is None else ""
         self._harmless = condition(harmless, f"policy: {spec.name}") if harmless else self._hold
+        eligible = entry.eligible if spec.hold is None else ""
+        self._eligible = condition(eligible, f"policy: {spec.name}") if eligible else None
         self.holds = self._hold is not None
         self.keeps_deadlines = self._harmless is not self._hold
         self.hold_s = spec.hold_s
@@ -112,6 +118,7 @@ class Policy:
         if self.keeps_deadlines:
             names |= {"predicted_ttft_s", "predicted_queue_s"}  # which say how late a request may start
         self.needs_delays = any(root.name in ON_OTHERS for root in roots)
+        self.needs_verdicts = self.keeps_deadlines and {*self.forecast_fields} <= VERDICTS and spec.length_quantiles < 2
         self.needs_session = any(root.source is IndicatorSource.SESSION for root in roots)
         self.length_quantiles = spec.length_quantiles
         if spec.length_quantiles > 1 and not self.needs_forecast:
@@ -181,6 +188,15 @@ class Policy:
         if condition is None:
             return np.ones(len(candidates), np.bool_)
         return condition.holds(candidates)
+
+    def eligible(self, candidates: Candidates) -> Candidates:
+        """Leave out the candidates that certainly do not admit the request now, whatever they forecast, or none."""
+        if self._eligible is None:
+            return candidates
+        may_admit = np.flatnonzero(self._eligible.holds(candidates))
+        if not 0 < len(may_admit) < len(candidates):
+            return candidates
+        return candidates.only(may_admit, "is of a tier that does not admit the request")
 
     def scores(self, candidates: Candidates) -> Column:
         """Score each candidate; call it once per request, because a policy may keep state."""

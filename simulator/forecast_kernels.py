@@ -13,6 +13,7 @@ from predictor import loop, queues, remote_kv
 from predictor.compiled import direct, kernel, small_kernel
 from predictor.engine import ANY_NUMBER, FOREVER
 from predictor.forecast import compare, read_result, stop_counting_on_time
+from predictor.forecast_result import TO_THE_END
 from predictor.state import DECODE_LEG, HELD, NONE, PREFILL_LEG, State, copy_into, layer
 from predictor.step_time import step_seconds
 from simulator.kernels import (
@@ -25,6 +26,7 @@ from simulator.kernels import (
     fill_slot,
     predicted_tokens,
 )
+from simulator.verdict import find_verdict
 
 # Layers of the workspace: without the request, with it, and a copy to run without it; one lookahead per engine.
 BEFORE, WITH, WITHOUT, LOOKAHEAD = 0, 1, 2, 3
@@ -163,9 +165,12 @@ def add_joined(source: State, lookahead: State) -> None:
 @kernel
 def forecast(
     fleet: EngineArrays, requests: Requests, workspace: State, number: int, indices: np.ndarray, now_s: float,
-    with_delays: bool, leg: int, in_s: float, results: np.ndarray,
+    with_delays: bool, until: int, leg: int, in_s: float, results: np.ndarray,
 ) -> None:  # fmt: skip
-    """Forecast a request, or a leg of it, that arrives in `in_s` at each of some engines, as their sidecars would."""
+    """Forecast a request, or a leg of it, that arrives in `in_s` at each of some engines, as their sidecars would.
+
+    With delays it may be simulated only `until` it is known which deadlines are kept.
+    """
     any_number, unwatched = np.int64(ANY_NUMBER), np.int64(NONE)
     slot = np.int64(CANDIDATE)
     for row in range(len(indices)):
@@ -183,14 +188,18 @@ def forecast(
         without_it = layer(workspace, source, WITHOUT)
         if with_delays:
             copy_for_forecast(fleet, workspace, index, before, now_s)
-            copy_into(without_it, before)
-            loop.drive(without_it, FOREVER, any_number, unwatched)
+            if until == TO_THE_END:
+                copy_into(without_it, before)
+                loop.drive(without_it, FOREVER, any_number, unwatched)
             copy_into(with_it, before)
         else:
             copy_for_forecast(fleet, workspace, index, with_it, now_s)
             stop_counting_on_time(with_it)
         with_it.requests[slot] = source.requests[slot]
         queues.announce(with_it, slot)
+        if with_delays and until != TO_THE_END:
+            find_verdict(before, without_it, with_it, slot, now_s, until, results[row])
+            continue
         loop.drive(with_it, FOREVER, any_number, unwatched if with_delays else slot)
         read_result(with_it, slot, now_s, results[row])
         if with_delays:

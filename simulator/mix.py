@@ -18,16 +18,17 @@ from simulator.workload import Workload
 
 STREAM = 15  # of random numbers: other draws of a run with the same seed are independent of these
 KEYS = {"class": "request_class"}  # names in a file that differ from those of `MixEntry`
-FIELDS = ("name", "share", "later_share", "class", "priority", "weight", "ttft_slo_s", "tpot_slo_s", "when_late",
-          "tenant")  # fmt: skip
+FIELDS = ("name", "share", "later_share", "class", "priority", "weight", "ttft_slo_s", "ttft_slo_token_s",
+          "tpot_slo_s", "when_late", "tenant")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixEntry:
     """A share of the requests; what it leaves at None stays as it is in the requests themselves.
 
-    With a `later_share` in any entry of a mix, the second half of the requests is drawn by these instead; an entry
-    without one keeps its share.
+    `ttft_slo_token_s` is added to the target for the first token for each token of the prompt: where prompts are long,
+    one target for all asks what no engine can do. With a `later_share` in any entry of a mix, the second half of the
+    requests is drawn by these instead; an entry without one keeps its share.
     """
 
     name: str
@@ -37,6 +38,7 @@ class MixEntry:
     priority: int | None = None
     weight: float | None = None
     ttft_slo_s: float | None = None
+    ttft_slo_token_s: float | None = None
     tpot_slo_s: float | None = None
     when_late: str | None = None  # one of `scheduler.objectives.WHEN_LATE`
     tenant: str | None = None
@@ -44,10 +46,12 @@ class MixEntry:
     def __post_init__(self) -> None:
         """Reject values out of range, naming the field as a file has it."""
         require_text("name", self.name)
-        for field in ("share", "later_share", "weight", "ttft_slo_s", "tpot_slo_s"):
+        for field in ("share", "later_share", "weight", "ttft_slo_s", "ttft_slo_token_s", "tpot_slo_s"):
             value = getattr(self, field)
             if value is not None or field == "share":
                 require_positive(field, value)
+        if self.ttft_slo_token_s is not None and self.ttft_slo_s is None:
+            raise ValueError("ttft_slo_token_s: is added to ttft_slo_s, which is missing")
         if self.request_class is not None and self.request_class not in CLASSES:
             raise ValueError(f"class: {self.request_class!r} is neither {' nor '.join(CLASSES)}")
         if self.when_late is not None and self.when_late not in WHEN_LATE:
@@ -57,11 +61,16 @@ class MixEntry:
         if self.priority is not None and (type(self.priority) is not int or abs(self.priority) > MAX_PRIORITY):
             raise ValueError(f"priority: must be a whole number within 32 bits, not {self.priority!r}")
 
+    def ttft_s(self, prompt_tokens: int) -> float:
+        """Return the target for the first token of a request with such a prompt, where this entry gives one."""
+        assert self.ttft_slo_s is not None
+        return self.ttft_slo_s + (self.ttft_slo_token_s or 0.0) * prompt_tokens
+
     def applied(self, request: RequestFacts) -> RequestFacts:
         """Return a request with this entry's facts."""
         old = request.slo or Slo()
         slo = Slo(
-            ttft_s=old.ttft_s if self.ttft_slo_s is None else float(self.ttft_slo_s),
+            ttft_s=old.ttft_s if self.ttft_slo_s is None else self.ttft_s(request.prompt_tokens),
             tpot_s=old.tpot_s if self.tpot_slo_s is None else float(self.tpot_slo_s),
         )
         return replace(
@@ -132,8 +141,9 @@ def mixed_workload(work: Workload, mix: Mix, seed: int) -> Workload:
             return None
         return np.array([otherwise if one is None else one for one in given])[drawn]
 
+    token_s = np.array([entry.ttft_slo_token_s or 0.0 for entry in mix])[drawn]
     service = ServiceLevels(
-        ttft_slo_s=column("ttft_slo_s", levels.ttft_slo_s),
+        ttft_slo_s=column("ttft_slo_s", levels.ttft_slo_s) + token_s * work.lengths.prompt_tokens,
         tpot_slo_s=column("tpot_slo_s", levels.tpot_slo_s),
         weight=column("weight", levels.weight),
         priority=column("priority", levels.priority),

@@ -464,7 +464,17 @@ class Simulation:
         ttft_slo_s = facts.ttft_slo_s
         facts.ttft_slo_s = ttft_slo_s - self.conditions.deadline_margin_s
         forecast_kernels.forecast_directly(
-            self.fleet, self.requests, self._room(), number, rows, now_s, ask.with_delays, leg, ask.in_s, results
+            self.fleet,
+            self.requests,
+            self._room(),
+            number,
+            rows,
+            now_s,
+            ask.with_delays,
+            ask.until,
+            leg,
+            ask.in_s,
+            results,
         )
         facts.ttft_slo_s = ttft_slo_s
         columns = {name: np.asarray(column[:num], np.float64) for name, column in self._forecast_columns.items()}

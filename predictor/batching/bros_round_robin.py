@@ -27,11 +27,11 @@ def schedule(state: State) -> bool:
         keep_class(state, count, turn if own > 0 else NUM_CLASSES - 1 - turn)
         return ordered.fill(state, count, most_tokens, np.inf, np.inf)
     steps.clear_sums(step)
-    ordered.plan(state, own, most_tokens, np.inf, np.inf)
+    ordered.plan(state, own, 0, most_tokens, np.inf, np.inf)
     if step.num_scheduled == 0 and step.num_preempted == 0:
         turn = NUM_CLASSES - 1 - turn
         own = keep_class(state, ordered.list_requests(state, False), turn)
-        ordered.plan(state, own, most_tokens, np.inf, np.inf)
+        ordered.plan(state, own, 0, most_tokens, np.inf, np.inf)
     ordered.carry_out(state)
     engine.memory[TURN] = NUM_CLASSES - 1 - turn
     return False

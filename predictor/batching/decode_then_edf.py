@@ -28,4 +28,4 @@ def schedule(state: State) -> bool:
             rank.group = 1 if rank.due_s >= start_s else 2
         elif rank.due_s >= start_s:
             seconds = min(seconds, rank.due_s - start_s)
-    return ordered.fill(state, count, engine.max_num_batched_tokens, np.inf, seconds)
+    return ordered.fill_behind_decodes(state, count, engine.max_num_batched_tokens, seconds)

@@ -247,12 +247,42 @@ def fill(state: State, count: int, num_tokens: int, decode_limit_s: float, prefi
     admissions end in a step that preempts, and at the first request that does not fit. A running request that is left
     out keeps its blocks. Returns whether the next step will decode all running requests, if none ends or arrives.
     """
+    return fill_behind(state, count, 0, num_tokens, decode_limit_s, prefill_limit_s)
+
+
+@kernel
+def fill_behind_decodes(state: State, count: int, num_tokens: int, prefill_limit_s: float) -> bool:
+    """Fill the step as `fill` does where all decodes come first, without a limit in seconds; they need no order."""
+    num_decodes = num_blocks = 0
+    place = 0
+    while place < count - num_decodes:
+        slot = state.turns[place]
+        if not is_decode(state, slot):
+            place += 1
+            continue
+        num_decodes += 1
+        num_blocks += not blocks.has_room(state, slot, state.requests[slot].computed_tokens + 1)
+        state.turns[place] = state.turns[count - num_decodes]
+        state.turns[count - num_decodes] = slot
+    if num_decodes > num_tokens or num_blocks > state.engine[0].num_free_blocks:
+        num_decodes = 0
+    return fill_behind(state, count, num_decodes, num_tokens, np.inf, prefill_limit_s)
+
+
+@kernel
+def fill_behind(
+    state: State, count: int, num_first: int, num_tokens: int, decode_limit_s: float, prefill_limit_s: float
+) -> bool:
+    """Fill the step as `fill` does; the last `num_first` of the list are decodes that fit, and come first."""
     engine = state.engine[0]
     steps.clear_sums(state.steps[steps.current(state)])
     if can_decode_all(state, num_tokens, decode_limit_s):
         engine.steady_limit_s = decode_limit_s
         return decode_all(state) and estimator.is_constant(engine)
-    plan(state, count, num_tokens, decode_limit_s, prefill_limit_s)
+    num_free_blocks = engine.num_free_blocks
+    add_decodes(state, count, num_first)
+    plan(state, count - num_first, num_first, num_tokens - num_first, decode_limit_s, prefill_limit_s)
+    engine.num_free_blocks = num_free_blocks
     if not engine.plans_only:
         carry_out(state)
     engine.steady_limit_s = decode_limit_s
@@ -260,14 +290,29 @@ def fill(state: State, count: int, num_tokens: int, decode_limit_s: float, prefi
 
 
 @kernel
-def plan(state: State, count: int, num_tokens: int, decode_limit_s: float, prefill_limit_s: float) -> None:
-    """Choose the step's requests, their tokens, and the ones to preempt; queues and blocks stay as they are."""
+def add_decodes(state: State, count: int, num_first: int) -> None:
+    """Add the last `num_first` of the list to the step, which are decodes that fit."""
+    for place in range(count - num_first, count):
+        slot = state.turns[place]
+        before = state.requests[slot].computed_tokens
+        state.engine[0].num_free_blocks -= not blocks.has_room(state, slot, before + 1)
+        add(state, slot, before, 1)
+
+
+@kernel
+def plan(
+    state: State, count: int, num_seen: int, num_tokens: int, decode_limit_s: float, prefill_limit_s: float
+) -> None:
+    """Choose the step's requests, their tokens, and the ones to preempt; queues and blocks stay as they are.
+
+    `num_seen` running requests are in the step already.
+    """
     engine = state.engine[0]
     step = state.steps[steps.current(state)]
     num_running, num_free_blocks = engine.num_running, engine.num_free_blocks
     threshold = engine.long_prefill_token_threshold if num_running + engine.num_waiting > 1 else 0
     make_heap(state, count)
-    admits, num_seen = True, 0
+    admits = True
     while count > 0 and num_tokens > 0:
         joins = admits and step.num_preempted == 0 and engine.num_running < engine.max_num_seqs
         if not joins and num_seen == engine.num_running:

@@ -93,6 +93,23 @@ class AdmissionQueue:
             self._turn_of(self._requests[number].lane), self._requests[number], self._requests[head]
         )
 
+    def next_smaller(self, number: int) -> int:
+        """Return the first request behind another in its lane that is shorter; -1 where there is none.
+
+        A long request that fits nowhere at the moment does not keep a short one waiting that does.
+        """
+        request = self._requests[number]
+        waiting = self._lanes[request.lane]
+        if self.order is not None or self._turn_of(request.lane) is not by_arrival:
+            return NO_NUMBER
+        behind = waiting[bisect.bisect_right(waiting, number) :]
+        return next((other for other in behind if self._requests[other].num_tokens < request.num_tokens), NO_NUMBER)
+
+    def has_urgent(self, loosest_tpot_s: float, number: int) -> bool:
+        """Return whether another request with a deadline to miss and no stricter target than this waits."""
+        least = lane_of(loosest_tpot_s, patient=False)
+        return any(key >= least and not is_patient(key) and lane != [number] for key, lane in self._lanes.items())
+
     def has_lane(self, lane: int) -> bool:
         """Return whether any request waits before one that joins a lane."""
         return bool(self._numbers) if self.order is not None else lane in self._lanes

@@ -216,6 +216,7 @@ POLICIES = {
         },
         hold=f"{slo.ADMITS} and {slo.WITH_SHORT_QUEUE}",
         harmless=f"{slo.HARMLESS} and {slo.PATIENT_WITH_SHORT_QUEUE}",
+        eligible=slo.ELIGIBLE,
         prefill=LEAST_PREFILL,
     ),
     "polyserve": PolicyEntry(
@@ -229,6 +230,7 @@ POLICIES = {
         },
         hold=polyserve.ADMITS,
         harmless=slo.HARMLESS,
+        eligible=slo.FITS_TIER,
         prefill=LEAST_PREFILL,
     ),
     "gorouting": PolicyEntry(

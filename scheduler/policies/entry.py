@@ -32,7 +32,8 @@ class PolicyEntry:
     wins. Of equal scores the lowest `tie_break` wins, a formula over indicators, and then the first instance id. With
     `sample`, that number of candidates is chosen at random first. With `hold`, a condition over indicators, a request
     waits at the scheduler until the condition is true for an instance; one that is late already, and best effort, waits
-    until `harmless` is true for one (empty: `hold`). Both may name parameters in braces.
+    until `harmless` is true for one (empty: `hold`). Both may name parameters in braces. While it waits, only instances
+    are asked for which `eligible` is true, if there are any: a part of `hold` that reads no forecasts.
 
     Where prefill and decode are disaggregated, `prefill` is the policy of prefill legs (empty: this one), and
     `disaggregate` the condition over indicators for two legs, which may name parameters in braces (empty: by forecast
@@ -48,6 +49,7 @@ class PolicyEntry:
     sample: int = 0
     hold: str = ""
     harmless: str = ""
+    eligible: str = ""
     prefill: str = ""
     disaggregate: str = ""
 

@@ -6,9 +6,9 @@ Score = tier distance, then load
 An instance is of the tier that the list of instances gives, or else as strict as the strictest request that can still
 attain its deadlines there. A request goes first to an instance that is as strict as itself, then to an empty one, then
 to the nearest stricter one. It goes to a looser one, which it makes strict for all requests there, only where decodes
-leave time for prefill in steps of the new length, or where all that are asked are looser. Of equals the least loaded
-one is chosen. A request that is late already, and best effort, goes where no other request misses a deadline because
-of it: first to instances that have no deadline to keep, then to the loosest.
+leave time for prefill in steps of the new length, or where all are looser. Of equals the least loaded one is
+chosen. A request that is late already, and best effort, goes where no other request misses a deadline because of it:
+first to instances that have no deadline to keep, then to the loosest. It waits while others wait that can be in time.
 
 A request that would wait in an engine for longer than `backlog` seconds waits at the scheduler instead: there it can
 still go to another instance, tenants get their turns, and a request that will be late leaves in time. Best effort
@@ -31,9 +31,10 @@ BACKLOG_S = 0.3
 WITH_SHORT_QUEUE = "predicted_queue_s <= {backlog}"
 PATIENT_WITH_SHORT_QUEUE = "predicted_queue_s <= {backlog} / 3"
 FITS_TIER = "tier_fits > 0"
-DECODE_SHARE = 0.8  # of a step of the request's TPOT, which decodes may take in an instance that becomes stricter
+DECODE_SHARE = 0.65  # of a step of the request's TPOT, which decodes may take in an instance that becomes stricter
 MAY_BECOME_STRICTER = f"tier_closed < 1 and decode_step_s <= {DECODE_SHARE} * tpot_slo_s"
-ADMITS = f"{KEEPS} and ({FITS_TIER} or {MAY_BECOME_STRICTER} or highest(tier_fits) < 1)"
+ELIGIBLE = f"({FITS_TIER} or {MAY_BECOME_STRICTER} or highest(tier_fits) < 1)"
+ADMITS = f"{KEEPS} and {ELIGIBLE}"
 EMPTY, STRICTER, LOOSER = 1.0, 2.0, 10.0  # distances; that of the same tier is 0
 
 

@@ -52,7 +52,7 @@ def start(core: SchedulerCore, objective: Objective, now_s: float, **fields: Any
     """Start a decision."""
     slo = objective.slo
     indicators = RequestIndicators(
-        prompt_tokens=60,
+        prompt_tokens=fields.pop("prompt_tokens", 60),
         tag_tokens=40.0,
         due_s=math.inf if slo.ttft_s is None else now_s + slo.ttft_s,
         tpot_slo_s=math.inf if slo.tpot_s is None else slo.tpot_s,
@@ -137,6 +137,86 @@ def test_a_request_is_late_when_no_instance_could_deliver_in_time_any_more() -> 
     assert isinstance(ask, Ask)
     assert ask.instance_ids == ("a", "b")
     assert shed_because(told(decision, ask, NOW_S + 0.4, queue_s=0.5)) == LATE
+
+
+def test_a_request_that_waits_for_what_cannot_happen_gives_up_its_deadlines() -> None:
+    """With the queues that instances have, as one that is to be shed: those behind it can still be in time."""
+    core = deadline_core()
+    decision, ask = place(core)
+    assert isinstance(told(decision, ask, queue_s=0.95), Wait)
+    queue = core.queue("")
+    assert queue is not None
+    assert queue.lane_of(decision.number) == lane_of(math.inf, patient=True)
+
+
+def test_a_late_request_waits_for_those_that_can_be_in_time() -> None:
+    """Unless these are stricter than some instance, which could not take them."""
+    core = deadline_core()
+    for name in "ab":
+        report(core, name, decode_step_s=0.01, queued_prefill_s=0.0, least_tpot_slo_s=0.05, num_running=1)
+    timely, ask = place(core)
+    assert isinstance(told(timely, ask, attained="ab", harmful="ab"), Wait)
+    decision, _ = place(core, ttft_s=PLACING_S / 2)
+    assert isinstance(told(decision, decision.tick(NOW_S)), Wait)
+    ask = timely.tick(NOW_S + 0.2)
+    assert admit(timely, told(timely, ask, NOW_S + 0.2, attained="a"), NOW_S + 0.2) == "a"
+    assert core.ready[-1] is decision
+    ask = decision.tick(NOW_S + 0.2)
+    assert admit(decision, told(decision, ask, NOW_S + 0.2), NOW_S + 0.2) == "a"
+
+
+def test_a_late_request_does_not_wait_for_stricter_ones() -> None:
+    """An instance that serves looser requests has no use for them."""
+    core = deadline_core()
+    for name, least_s in (("a", 0.02), ("b", 0.1)):
+        report(core, name, decode_step_s=0.019, queued_prefill_s=0.0, least_tpot_slo_s=least_s, num_running=1)
+    strict, ask = place(core, tpot_s=0.02)
+    assert isinstance(told(strict, ask, attained="ab", harmful="a"), Wait)
+    decision, ask = late(core, SERVE_LATE, tpot_s=0.1)
+    assert admit(decision, told(decision, ask, harmful="a")) == "b"
+
+
+def test_a_waiting_request_asks_no_instance_of_a_looser_tier_that_is_busy() -> None:
+    """At the last moment all are asked."""
+    core = deadline_core()
+    for name, least_s in (("a", 0.02), ("b", 0.1)):
+        report(core, name, decode_step_s=0.019, queued_prefill_s=0.0, least_tpot_slo_s=least_s, num_running=1)
+    decision, ask = place(core, tpot_s=0.02)
+    assert isinstance(ask, Ask)
+    assert ask.instance_ids == ("a",)
+    wait = told(decision, ask, attained="a", harmful="a")
+    assert isinstance(wait, Wait)
+    now_s = NOW_S + 1.0 - PLACING_S
+    ask = decision.tick(now_s)
+    assert isinstance(ask, Ask)
+    assert ask.instance_ids == ("a", "b")
+
+
+def test_a_short_request_is_tried_where_a_long_one_has_just_been_refused() -> None:
+    """Before its turn, and on the same instances; one that is as long waits for its turn."""
+    core = deadline_core()
+    head, ask = place(core, prompt_tokens=200)
+    told(head, ask, attained="ab", harmful="ab")
+    place(core, prompt_tokens=200)
+    short, wait = place(core, prompt_tokens=60)
+    assert isinstance(wait, Wait)
+    now_s = NOW_S + 0.2
+    assert isinstance(told(head, head.tick(now_s), now_s, attained="ab", harmful="ab"), Wait)
+    assert list(core.ready) == [short]
+    ask = short.tick(now_s)
+    assert isinstance(ask, Ask)
+    assert ask.instance_ids == ("a", "b")
+    assert admit(short, told(short, ask, now_s, attained="b"), now_s) == "b"
+
+
+def test_a_short_request_does_not_pass_where_tenants_take_turns() -> None:
+    """Nor where another order than arrival is asked for."""
+    core = deadline_core(admission_turn="fair")
+    head, ask = place(core, prompt_tokens=200, client_id="x")
+    told(head, ask, attained="ab", harmful="ab")
+    place(core, prompt_tokens=60, client_id="y")
+    told(head, head.tick(NOW_S + 0.2), NOW_S + 0.2, attained="ab", harmful="ab")
+    assert not core.ready
 
 
 def test_a_request_is_not_late_because_of_one_instance_of_several() -> None:

@@ -84,6 +84,17 @@ def test_a_workload_and_its_requests_get_the_same() -> None:
     assert mixed_workload(work, (), 4) is work
 
 
+def test_the_target_for_the_first_token_may_grow_with_the_prompt() -> None:
+    """For one request as for a workload."""
+    mix = mix_from([{**CHAT, "ttft_slo_token_s": 0.001}])
+    requests = [RequestFacts(request_id=str(size), prompt_tokens=size, output_tokens=5) for size in (1, 500)]
+    given, _ = mixed(requests, mix, 0)
+    assert [one.slo for one in given] == [Slo(ttft_s=1.001, tpot_s=0.05), Slo(ttft_s=1.5, tpot_s=0.05)]
+    levels = mixed_workload(workload(lengths_of(requests), np.arange(2.0)), mix, 0).service
+    assert levels is not None
+    assert levels.ttft_slo_s.tolist() == [1.001, 1.5]
+
+
 def test_a_mix_is_written_as_it_was_read() -> None:
     """Scenarios carry a mix, and write it as tables."""
     mix = mix_from([CHAT, BATCH])
@@ -122,6 +133,10 @@ def test_a_mix_is_written_as_it_was_read() -> None:
         (
             "[[mix]]\nname = 'a'\nshare = 1\ntpot_slo_s = 'x'",
             "mix[0].tpot_slo_s: must be a number above 0, at most 1e+09, not 'x'",
+        ),
+        (
+            "[[mix]]\nname = 'a'\nshare = 1\nttft_slo_token_s = 1",
+            "mix[0].ttft_slo_token_s: is added to ttft_slo_s, which is missing",
         ),
         ("[[mix]]\nname = 'a'\nshare = 1\nclass = 'slow'", "mix[0].class: 'slow' is neither real-time nor best-effort"),
         ("[[mix]]\nname = 'a'\nshare = 1\npriority = 1.5", "mix[0].priority: must be a whole number"),

@@ -1,0 +1,85 @@
+"""Forecasts that end when it is known which deadlines are kept say what those say that are simulated to the end."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from predictor.forecast_result import ALL_KEPT, OTHERS_KEPT, TO_THE_END
+from simulator import forecast_kernels
+from simulator.assembly import simulate
+from simulator.scenario import Scenario
+from tests.simulator.test_promises import AGENT, BATCH, CAPACITY, CHAT, ENGINE, cluster
+
+UNTIL = 7  # the position among the arguments of a forecast
+MIX = [{**one, "share": 3} for one in (CHAT, AGENT, BATCH)]
+
+
+class Verdicts:
+    """Makes every forecast to the end, and in both other ways, and compares what they say; counts what was seen."""
+
+    def __init__(self, forecast: Callable[..., None]) -> None:
+        """Compare the results of this function."""
+        self.seen: Counter[str] = Counter()
+        self._forecast = forecast
+
+    def __call__(self, *arguments: Any) -> None:
+        """Compare, and return the whole results."""
+        results = arguments[-1]
+        made = {}
+        for until in (ALL_KEPT, OTHERS_KEPT, TO_THE_END):
+            self._forecast(*arguments[:UNTIL], until, *arguments[UNTIL + 1 :])
+            made[until] = results.copy()
+        whole, verdict = made[TO_THE_END], made[ALL_KEPT]
+        harms = harmful(whole)
+        np.testing.assert_array_equal(harmful(made[OTHERS_KEPT]), harms)
+        harms |= whole["num_preemptions"] > 0
+        kept = (whole["attained"] > 0) & ~harms
+        ours = (verdict["attained"] > 0) & ~harmful(verdict) & (verdict["num_preemptions"] == 0)
+        np.testing.assert_array_equal(ours, kept)
+        np.testing.assert_allclose(verdict["first_token_s"][kept], whole["first_token_s"][kept], rtol=0, atol=1e-9)
+        assert not (verdict["finished_s"][whole["finished_s"] < np.inf] == np.inf).any()
+        self.seen.update({
+            "kept": int(kept.sum()),
+            "own missed": int((whole["attained"] == 0).sum()),
+            "others missed": int((whole["others_missed"] > 0).sum()),
+            "others preempted": int((whole["others_preempted"] > 0).sum()),
+            "ended early": int(np.isnan(verdict["finished_s"]).sum()),
+        })  # fmt: skip
+
+
+def harmful(results: np.ndarray) -> np.ndarray:
+    """Return where others would miss a deadline, or be preempted."""
+    found: np.ndarray = (results["others_missed"] > 0) | (results["others_preempted"] > 0)
+    return found
+
+
+def seen_in(monkeypatch: pytest.MonkeyPatch, scenario: Scenario, rate: float, policy: str) -> Counter[str]:
+    """Compare all forecasts of a run."""
+    verdicts = Verdicts(forecast_kernels.forecast_directly)
+    monkeypatch.setattr(forecast_kernels, "forecast_directly", verdicts)
+    simulate(scenario.instance_specs(), scenario.workload(rate, 0), policy, scenario.conditions)
+    return verdicts.seen
+
+
+@pytest.mark.parametrize("policy", ["slo: backlog = 1", "expr: others_missed - predicted_attained"])
+@pytest.mark.parametrize(
+    "engine",
+    [
+        {"batcher": "decode_then_edf"},
+        {"batcher": "decode_then_edf", "num_gpu_blocks": 401, "async_scheduling": True},
+        {"batcher": "vllm_v1", "num_gpu_blocks": 401},
+        {"batcher": "deadline_forecast"},
+    ],
+    ids=["decode_then_edf", "few blocks, async", "vllm_v1, few blocks", "deadline_forecast"],
+)
+def test_they_agree(monkeypatch: pytest.MonkeyPatch, engine: dict[str, Any], policy: str) -> None:
+    """Under overload, with best effort among the requests, with and without shortage of KV blocks."""
+    scenario = cluster(MIX, 150, deadline_margin_s=0.02).changed(instances={"engine": {**ENGINE, **engine}})
+    seen = seen_in(monkeypatch, scenario, 4.0 * CAPACITY, policy)
+    refused = seen["own missed"] + seen["others missed"] + seen["others preempted"]
+    assert min(seen["kept"], refused, seen["ended early"]) > 10, seen
