@@ -62,7 +62,7 @@ policies = ["slo"]
 provision = "1-2"
 [provisioner]
 metrics-port = 0
-cold-start-s = 5.0
+cold-start-s = 120.0
 tick-s = 0.5
 tiers = "{tiers}"
 """
