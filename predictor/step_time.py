@@ -496,6 +496,16 @@ def is_measured(costs: Costs, num_tokens: int, num_sequences: int, context: floa
     )
 
 
+@small_kernel
+def count_measured(costs: Costs, num_decodes: int, context: float, longest: float, num_steps: int) -> int:
+    """Return how many of the decode steps that follow on these contexts lie within the range that was measured."""
+    coefficients = costs.coefficients
+    if num_decodes > coefficients[MOST_TOKENS] or num_decodes > coefficients[MOST_SEQUENCES]:
+        return 0
+    count = min((coefficients[MOST_CONTEXT] - context) / num_decodes, coefficients[LONGEST_CONTEXT] - longest)
+    return int(max(0.0, min(count, float(num_steps))))
+
+
 def context_line(costs: Costs, first: int) -> tuple[Array, Array]:
     """Return, by the number of decodes, the largest line that attention never falls below: its start, and its slope.
 

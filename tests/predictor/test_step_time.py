@@ -22,6 +22,7 @@ from predictor.step_time import (
     Grid,
     StepTime,
     context_line,
+    count_measured,
     decode_slope,
     is_measured,
     least_prefill_per_pair,
@@ -245,6 +246,10 @@ def test_batches_outside_of_what_was_measured() -> None:
         (100, 8, 5000.0, 2001.0),
     ):
         assert not is_measured(costs, *outside)
+    assert [
+        count_measured(costs, 8, context, longest, 30) for context, longest in ((4900.0, 100.0), (100.0, 1995.0))
+    ] == [12, 5]
+    assert [count_measured(costs, n, 100.0, 100.0, 30) for n in (8, 9)] == [30, 0]
     assert LINEAR.limits == UNLIMITED
     assert is_measured(TABULATED[0][1], MAX_TOKENS, MAX_SEQUENCES, 1e9, 1e9)
 
