@@ -18,14 +18,9 @@ from simulator.experiments.claims import Claim, ClaimResult
 from simulator.experiments.experiment import CAPACITY, GOODPUT, PROVISIONING, Experiment
 from simulator.experiments.findings import BOUND, URGENCY_OVER_TIME, Findings, Row, slug
 from simulator.experiments.goodput_comparison import goodput_tables
+from simulator.report_page import html_page, html_table
 from simulator.scenario import as_table
 
-STYLE = (
-    "body{font-family:sans-serif;max-width:76rem;margin:2rem auto;padding:0 1rem;color:#222}"
-    "table{border-collapse:collapse;margin:1rem 0}td,th{border:1px solid #ccc;padding:.25rem .6rem;text-align:right}"
-    "td:first-child,th:first-child{text-align:left}figure{display:inline-block;margin:.4rem}pre{background:#f6f6f6;"
-    "padding:.6rem;overflow:auto}"
-)
 LOGARITHMIC = ("ttft", "e2e_p99", "preemptions", "worst_ttft")
 OVER_TIMES = (OVER_TIME, URGENCY_OVER_TIME)  # curves over seconds, too long for a table
 SHARES = (
@@ -338,20 +333,3 @@ def _html_text(text: str) -> str:
     """Convert the emphasis and code marks of Markdown to HTML."""
     text = re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
     return re.sub(r"\*(\w[^*<>]*)\*", r"<em>\1</em>", text)
-
-
-def html_page(title: str, body: Sequence[str]) -> str:
-    """Return a page that needs no other file."""
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
-        f"<style>{STYLE}</style></head><body>{''.join(body)}</body></html>\n"
-    )
-
-
-def html_table(markdown: str) -> str:
-    """Convert a Markdown table to HTML."""
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in markdown.splitlines()]
-    head, _, *rest = rows
-    text = "".join(f"<th>{escape(cell)}</th>" for cell in head)
-    lines = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rest)
-    return f"<table><tr>{text}</tr>{lines}</table>"

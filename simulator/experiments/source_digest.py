@@ -9,7 +9,7 @@ from pathlib import Path
 SOURCES = ("predictor", "scheduler", "simulator")
 EXCLUDED = (  # files and folders that do not change what a run measures
     "provisioning", "autoscaling", "autoscaling_comparison", "placement_bound", "charts", "claims", "experiment",
-    "findings", "report", "sizing", "source_digest",
+    "findings", "report", "report_page", "run_page", "timeline", "sizing", "source_digest",
 )  # fmt: skip
 ROOT = Path(__file__).parents[2]
 
