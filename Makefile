@@ -72,5 +72,15 @@ dashboards: setup
 	$(BIN)/block warm
 	$(BIN)/pytest -m prometheus
 
+# the live page in the system's Chromium
+.venv/browser-ready: .venv/ready
+	command -v chromium || apt-get install --yes --no-install-recommends chromium
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[browser]'
+	touch $@
+
+browser: .venv/browser-ready
+	$(BIN)/block warm
+	$(BIN)/pytest -m browser
+
 clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -93,9 +93,9 @@ class StandInSidecars(list[int]):
 
 
 @contextmanager
-def sidecars_running(num: int, together: int) -> Iterator[StandInSidecars]:
+def sidecars_running(num: int, together: int, *more: str) -> Iterator[StandInSidecars]:
     """Run stand-ins for sidecars, all in one process, `together` of them behind one port."""
-    with stand_ins_at("sidecars", str(num), str(together)) as (process, ports):
+    with stand_ins_at("sidecars", str(num), str(together), *more) as (process, ports):
         sidecars = StandInSidecars(ports)
         sidecars.process = process
         yield sidecars

@@ -38,13 +38,14 @@ def main() -> None:
     sidecars = parts.add_parser("sidecars")
     sidecars.add_argument("num", type=int)
     sidecars.add_argument("together", type=int, help="number behind one port")
+    sidecars.add_argument("--changing", action="store_true", help="indicators change all the time, as under load")
     arguments = parser.parse_args()
     if arguments.part == "engine":
         uvloop.run(serve_engine())
     elif arguments.part == "scheduler":
         uvloop.run(serve_scheduler(arguments.urls))
     else:
-        uvloop.run(serve_sidecars(arguments.num, arguments.together))
+        uvloop.run(serve_sidecars(arguments.num, arguments.together, changing=arguments.changing))
 
 
 # Engines.
@@ -235,7 +236,7 @@ class InTurn(scheduler_pb2_grpc.SchedulerServicer):
         """Refuse a call that the bench does not make."""
         raise NotImplementedError
 
-    Generate = Explain = ListInstances = UsePolicy = _refuse
+    Generate = Explain = ListInstances = UsePolicy = Tail = _refuse
 
     async def Release(  # noqa: N802 - the wire's name
         self,
@@ -262,8 +263,9 @@ async def serve_scheduler(urls: Sequence[str]) -> None:
 class StubSidecar:
     """Forecasts a latency that grows with each reservation; all other values are constant."""
 
-    def __init__(self, name: str) -> None:
-        """Start without reservations."""
+    def __init__(self, name: str, *, changing: bool) -> None:
+        """Start without reservations; one that is `changing` reports as often as it may."""
+        self._changing = changing
         self._held: set[str] = set()
         self._answer = predictor_pb2.PredictResponse(
             instance_id=name,
@@ -309,7 +311,7 @@ class StubSidecar:
         """Report whenever a reservation was made or released."""
         sequence, reported = 0, -1
         while True:
-            if len(self._held) != reported:
+            if self._changing or len(self._held) != reported:
                 sequence, reported = sequence + 1, len(self._held)
                 self._answer.indicators.num_reserved = reported
                 yield predictor_pb2.WatchResponse(
@@ -349,9 +351,9 @@ class StubSidecar:
 class StubNode:
     """Sidecars behind one port."""
 
-    def __init__(self, names: Sequence[str]) -> None:
+    def __init__(self, names: Sequence[str], *, changing: bool) -> None:
         """Serve for some instances."""
-        self._sidecars = {name: StubSidecar(name) for name in names}
+        self._sidecars = {name: StubSidecar(name, changing=changing) for name in names}
 
     async def predict(self, request: predictor_pb2.PredictRequest, _: Any) -> predictor_pb2.PredictResponse:
         """Respond for one instance or for several."""
@@ -389,14 +391,14 @@ class StubNode:
             yield await self.release(request, context)
 
 
-async def serve_sidecars(num: int, together: int) -> None:
+async def serve_sidecars(num: int, together: int, *, changing: bool) -> None:
     """Serve one port for each node, print the port of each sidecar, and continue."""
     ports, servers = [], []
     names = [f"i{number}" for number in range(num)]
     for first in range(0, num, together):
         here = names[first : first + together]
         server = grpc.aio.server()
-        server.add_generic_rpc_handlers((handlers_of(StubNode(here)),))
+        server.add_generic_rpc_handlers((handlers_of(StubNode(here, changing=changing)),))
         ports += len(here) * [server.add_insecure_port(f"{PLACE}:0")]
         await server.start()
         servers.append(server)

@@ -53,6 +53,21 @@ def placed_requests(path: str, *, block_size: int | None = None) -> Iterator[Pla
         yield facts, decisions[name][-1], outcomes.get(name)
 
 
+def outcomes_in(path: str) -> Iterator[common_pb2.Outcome]:
+    """Yield all outcomes of a recording, the older file first."""
+    for place, line in _lines(path):
+        if line["event"] == "outcome":
+            yield _parsed(place, line.get("outcome"), common_pb2.Outcome())
+
+
+def placements_in(path: str) -> Iterator[tuple[common_pb2.Request, common_pb2.Decision]]:
+    """Yield all requests of a recording with the decisions about them, the older file first."""
+    for place, line in _lines(path):
+        if line["event"] == "decision":
+            request = _parsed(place, line.get("request"), common_pb2.Request())
+            yield request, _parsed(place, line.get("decision"), common_pb2.Decision())
+
+
 def requests_in(path: str, *, block_size: int | None = None) -> list[RequestFacts]:
     """Return the requests of a recording by arrival, with their tags, and with their lengths where they completed.
 

@@ -19,6 +19,8 @@ from simulator.experiments.source_digest import source_digest
 from simulator.metrics import request_table
 from simulator.parallel import Runner
 from simulator.result import RunResult
+from simulator.run_page import ServedRun, run_page
+from simulator.timeline import trace_events
 
 T = TypeVar("T")
 
@@ -46,6 +48,29 @@ def write_parquet(columns: Mapping[str, np.ndarray], path: Path) -> None:
     except ImportError:
         raise ValueError(f"{path}: Parquet needs pyarrow (pip install pyarrow); .csv does not") from None
     parquet.write_table(pa.table({name: pa.array(column) for name, column in columns.items()}), path)
+
+
+def require_writable(flag: str, path: str) -> None:
+    """Refuse a file that cannot be written, before a run; it is made, or left as it is."""
+    try:
+        with Path(path).open("a", encoding="utf-8"):
+            pass
+    except OSError as error:
+        raise ValueError(f"{flag}: {path} cannot be written: {error.strerror}") from None
+
+
+def write_page(path: str, title: str, runs: Sequence[ServedRun]) -> None:
+    """Write a page about runs."""
+    Path(path).write_text(run_page(title, runs), encoding="utf-8")
+
+
+def write_timeline(result: RunResult, path: Path) -> None:
+    """Write a run as a trace for Perfetto or chrome://tracing."""
+    with path.open("w", encoding="utf-8") as out:
+        out.write('{"displayTimeUnit": "ms", "traceEvents": [')
+        for number, event in enumerate(trace_events(result)):
+            out.write((",\n" if number else "\n") + json.dumps(event, allow_nan=False))
+        out.write("\n]}\n")
 
 
 def write_rows(result: RunResult, path: Path) -> None:

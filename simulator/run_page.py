@@ -9,9 +9,12 @@ from html import escape
 import numpy as np
 import numpy.typing as npt
 
+from predictor.engine import Outcome
 from simulator.experiments.charts import lane_chart, line_chart, scatter_chart
-from simulator.metrics import spread_of
+from simulator.load_report import RequestResult
+from simulator.metrics import request_table, spread_of
 from simulator.report_page import figure, heading, html_page, paragraph, rows_table
+from simulator.result import RunResult
 
 Floats = npt.NDArray[np.float64]
 
@@ -140,3 +143,50 @@ def _error_table(runs: Sequence[ServedRun]) -> str:
                 cells = (np.median(np.abs(error)), np.percentile(np.abs(error), 90), np.median(error))
                 rows.append((run_name, label, str(len(actual)), *(f"{100 * value:.1f} %" for value in cells)))
     return rows_table(("run", "forecast of", "requests", "median error", "P90 error", "bias"), rows)
+
+
+def run_of_load(name: str, results: Sequence[RequestResult], notes: Sequence[str] = ()) -> ServedRun:
+    """Take the results of a load test, whose times count from when requests were due."""
+    arrival_s = _column([one.plan.due_s + one.retried_after_s for one in results])
+    e2e_s = _column([one.e2e_s if one.failure is None else None for one in results])
+    return ServedRun(
+        name=name,
+        instance=np.array([one.instance or "endpoint" for one in results]),
+        arrival_s=arrival_s,
+        scheduled_s=np.full(len(results), np.nan),
+        finished_s=arrival_s + e2e_s,
+        ttft_s=_column([one.ttft_s for one in results]),
+        tpot_s=_column([one.tpot_s for one in results]),
+        e2e_s=e2e_s,
+        predicted_ttft_s=_column([one.predicted_ttft_s for one in results]),
+        predicted_e2e_s=_column([one.predicted_e2e_s for one in results]),
+        notes=notes,
+    )
+
+
+def run_of_simulation(result: RunResult, notes: Sequence[str] = ()) -> ServedRun:
+    """Take a simulated run."""
+    table = request_table(result)
+    names = ("arrival_s", "scheduled_s", "finished_s", "ttft_s", "tpot_s", "e2e_s", "predicted_ttft_s",
+             "predicted_e2e_s")  # fmt: skip
+    columns = {name: np.asarray(table[name], np.float64) for name in names}
+    return ServedRun(name=result.policy, instance=table["instance"], notes=notes, **columns)
+
+
+def run_of_replay(name: str, outcomes: Sequence[Outcome], notes: Sequence[str] = ()) -> ServedRun:
+    """Take the requests that one simulated engine served."""
+    names = ("arrival_s", "scheduled_s", "finished_s", "ttft_s", "tpot_s", "e2e_s")
+    columns = {name: _column([getattr(one, name) for one in outcomes]) for name in names}
+    unknown = np.full(len(outcomes), np.nan)
+    return ServedRun(
+        name=name,
+        instance=np.array(["engine"] * len(outcomes)),
+        predicted_ttft_s=unknown,
+        predicted_e2e_s=unknown,
+        notes=notes,
+        **columns,
+    )
+
+
+def _column(values: Sequence[float | None]) -> Floats:
+    return np.array([np.nan if value is None else value for value in values], np.float64)

@@ -29,6 +29,7 @@ COMMANDS = {
     "simulate": LazyCommand("services.cli.simulate:simulate", "Simulate a cluster by several policies"),
     "tagger": LazyCommand("services.cli.tagger:tagger", "Train, evaluate and query estimators of response lengths"),
     "top": LazyCommand("services.cli.top:top", "Show what a running cluster does"),
+    "ui": LazyCommand("services.cli.ui:ui", "Open a recording or a simulation's result in the live page"),
     "up": LazyCommand("services.cli.up:up", "Run the whole system on this machine"),
     "warm": LazyCommand("services.cli.warm:warm", "Compile the kernels into the cache"),
 }

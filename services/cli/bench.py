@@ -47,7 +47,9 @@ def bench(given: SettingValues, url: str, *, as_json: bool) -> int:
     from services.cli.mix_options import gain_weights
     from services.http.client import origin_of
     from services.load.request_format import headers_from
+    from services.result_files import require_writable, write_page
     from simulator.load_report import summary, table, write_csv
+    from simulator.run_page import run_of_load
 
     origin = origin_of(url.rstrip("/").removesuffix("/v1"))
     settings = given.make(BenchSettings)
@@ -59,6 +61,8 @@ def bench(given: SettingValues, url: str, *, as_json: bool) -> int:
     plan = plan_from(settings, form.seed)
     require_folder(settings.window or None)
     warm_up = {planned.request_id for planned in plan[: settings.warm_up]}
+    if settings.html:
+        require_writable("html", settings.html)
     with opened(settings.csv) as out:
         results = uvloop.run(measured(plan, origin, form, limits))
         if settings.window:
@@ -67,6 +71,8 @@ def bench(given: SettingValues, url: str, *, as_json: bool) -> int:
         if out is not None:
             write_csv(results, slo, out)
     total = {"url": url, "time_scale": form.time_scale, "num_warm_up": len(warm_up), **summary(results, slo, weights)}
+    if settings.html:
+        write_page(settings.html, f"Load on {url}", [run_of_load(url, results, list(table(total)))])
     if as_json:
         json.dump(total, sys.stdout)
         print()

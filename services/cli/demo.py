@@ -6,8 +6,9 @@ import asyncio
 import json
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -26,14 +27,17 @@ SETTINGS = CommandSettings("demo", DemoSettings, file="none", environment=())
 
 @click.command()
 @settings_options(SETTINGS)
+@click.option(
+    "--stay", is_flag=True, help="Keep the cluster and its traffic up until Ctrl-C, to look at the live page."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def demo(given: SettingValues, *, as_json: bool) -> int:
+def demo(given: SettingValues, *, stay: bool, as_json: bool) -> int:
     """Run an emulated cluster, send it the same traffic by each policy, and compare the results.
 
     All times in the table are in engine time: by default those of Llama-2-7B on an A30.
     """
     from services.cluster import StartError
-    from services.cluster.demo import compare, plan_of, table
+    from services.cluster.demo import compare, plan_of
 
     settings = given.make(DemoSettings)
     profile_named(settings.profile)
@@ -47,17 +51,42 @@ def demo(given: SettingValues, *, as_json: bool) -> int:
     )
     progress = DemoProgress(num)
     start_s = time.monotonic()
+    results: dict[str, dict[str, Any]] = {}
+
+    def then(totals: dict[str, dict[str, Any]]) -> bool:
+        if not results:
+            results.update(totals)
+            _report(settings, totals, num, time.monotonic() - start_s, as_json=as_json)
+            if stay:
+                print("the cluster stays up, and traffic goes on, until Ctrl-C", file=sys.stderr)
+        return stay
+
     try:
-        totals = asyncio.run(compare(settings, lambda _: None, progress.ended))
+        asyncio.run(compare(settings, progress.ended, _print_pages, then))
     except StartError as error:
         raise ValueError(str(error)) from None
+    except KeyboardInterrupt:
+        if not results:
+            raise
+    return 0 if all(total["num_ok"] for total in results.values()) else 1
+
+
+def _print_pages(gateway_urls: Mapping[str, str]) -> None:
+    for policy, url in gateway_urls.items():
+        print(f"live page of {policy}: {url}/ui", file=sys.stderr)
+
+
+def _report(
+    settings: DemoSettings, totals: Mapping[str, Mapping[str, Any]], num: int, took_s: float, *, as_json: bool
+) -> None:
+    from services.cluster.demo import table
+
     if as_json:
         json.dump({"settings": asdict(settings), "policies": totals}, sys.stdout)
-        print()
+        print(flush=True)
     else:
-        print("\n".join(table(totals)))
-        print(f"{num} requests by each policy, {time.monotonic() - start_s:.0f} s in all", file=sys.stderr)
-    return 0 if all(total["num_ok"] for total in totals.values()) else 1
+        print("\n".join(table(totals)), flush=True)
+        print(f"{num} requests by each policy, {took_s:.0f} s in all", file=sys.stderr)
 
 
 class DemoProgress:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from dataclasses import replace as replace_fields
@@ -24,10 +24,12 @@ from services.cli.engine_options import ENGINE, engine_of
 from services.cli.first_use import say_if_compiling
 from services.cli.mix_options import gain_weights, mix_options
 from services.cli.settings_options import SettingValues, settings_options
+from services.result_files import require_writable, write_page
 from simulator.codec import plain, requests_from_file
 from simulator.mix import mix_from_file, mixed
 from simulator.replay import replay as replay_requests
 from simulator.replay import replay_steps, served_requests
+from simulator.run_page import ServedRun, run_of_replay
 
 METRICS = ("ttft_s", "tpot_s", "e2e_s")
 OUTCOME_FIELDS = (*(spec.name for spec in fields(Outcome)), *METRICS)
@@ -47,6 +49,7 @@ OUTCOME_FIELDS = (*(spec.name for spec in fields(Outcome)), *METRICS)
 )
 @mix_options
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the draw from the mix.")
+@click.option("--html", "page_file", metavar="FILE", help="Write a page with charts of the latencies.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def replay(
     given: SettingValues,
@@ -57,6 +60,7 @@ def replay(
     priority_weight: tuple[str, ...],
     first_token_weight: float,
     seed: int,
+    page_file: str | None,
     as_json: bool,
 ) -> None:
     """Replay REQUESTS (JSON lines, JSON array or CSV) on one simulated engine, and report their latencies.
@@ -64,6 +68,8 @@ def replay(
     A request has prompt_tokens (a count, or the token ids) and output_tokens, and may have arrival_s, max_tokens,
     priority, request_class, weight, slo (an object with ttft_s and tpot_s), prefix_hashes and request_id.
     """
+    if page_file is not None:
+        require_writable("html", page_file)
     say_if_compiling()
     profile, config = engine_of(given)
     weights = gain_weights(priority_weight, first_token_weight)
@@ -84,6 +90,8 @@ def replay(
     if entries is not None:
         served = replace_fields(served, levels=replace_fields(served.levels, mix_entry=np.array(entries)))
     total = {**summary(outcomes), **attainment_report(served, weights)}
+    if page_file is not None:
+        write_page(page_file, f"Replay of {Path(requests_file).name}", [page_of(profile.name, outcomes, total)])
     if as_json:
         rows = [row_of(outcome) for outcome in outcomes]
         print(json.dumps({"profile": profile.name, "requests": rows, "summary": total}))
@@ -127,6 +135,12 @@ def summary(outcomes: list[Outcome]) -> dict[str, Any]:
             p50, p90, p99 = (float(value) for value in np.percentile(values, (50, 90, 99)))
             result[name] = {"mean": fmean(values), "p50": p50, "p90": p90, "p99": p99}
     return result
+
+
+def page_of(profile: str, outcomes: Sequence[Outcome], total: dict[str, Any]) -> ServedRun:
+    """Take a replay for a page."""
+    ends = f"{total['num_requests']} requests in {total['makespan_s']:.3f} s, {total['num_preemptions']} preemptions"
+    return run_of_replay(profile, outcomes, [ends, *attainment_table(total)])
 
 
 def _print_table(outcomes: list[Outcome], total: dict[str, Any]) -> None:

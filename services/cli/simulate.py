@@ -22,12 +22,13 @@ from services.cli.simulate_provisioning import (
     provisioning_summary,
 )
 from services.cli.slo_bound_lines import SHARES, bound_lines, bound_of
-from services.result_files import write_rows
+from services.result_files import require_writable, write_page, write_rows, write_timeline
 from simulator.assembly import simulate as simulate_once
 from simulator.autoscaling import AutoscalingOptions, simulate_provisioned
 from simulator.metrics import SloTarget, summary
 from simulator.mix import mixed_workload
 from simulator.result import RunResult
+from simulator.run_page import ServedRun, run_of_simulation
 from simulator.scenario import Scenario
 from simulator.traffic import TRACE
 from simulator.workload import Workload
@@ -62,6 +63,13 @@ FATES = ("refused", "shed", "demoted", "lost", "unfinished")  # that are worth a
     metavar="FILE",
     help="Write one row for each request, to .csv or .parquet; {policy} is replaced.",
 )
+@click.option("--html", "page_file", metavar="FILE", help="Write a page that compares the policies by charts.")
+@click.option(
+    "--timeline",
+    "timeline_file",
+    metavar="FILE",
+    help="Write all requests by instance as a trace for Perfetto or chrome://tracing; {policy} is replaced.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def simulate(
     *,
@@ -79,6 +87,8 @@ def simulate(
     provision: str | None,
     cold_start_s: float,
     rows_file: str | None,
+    page_file: str | None,
+    timeline_file: str | None,
     as_json: bool,
     **flags: Any,
 ) -> None:
@@ -92,20 +102,32 @@ def simulate(
     scenario = with_mix(scenario_of(trace, flags), mix_file)
     weights = gain_weights(priority_weight, first_token_weight)
     work = _work(scenario, decisions, rate, seed, given_arrivals=flags["arrivals"])
-    if rows_file and len(chosen) > 1 and "{policy}" not in rows_file:
-        raise ValueError("--csv: name a file with {policy} in it where there are several policies")
+    for flag, file in (("--csv", rows_file), ("--timeline", timeline_file)):
+        if file and len(chosen) > 1 and "{policy}" not in file:
+            raise ValueError(f"{flag}: name a file with {{policy}} in it where there are several policies")
+    if page_file:
+        require_writable("html", page_file)
+    if timeline_file:
+        require_writable("timeline", _file_of(timeline_file, chosen[0]))
     slo = replace(scenario.slo, **{name: value for name, value in
                                    (("ttft_s", slo_ttft_s), ("tpot_s", slo_tpot_s)) if value is not None})  # fmt: skip
     changing = autoscaling_of(tiers_file, provision, cold_start_s, scenario.instance_specs())
     summaries = []
+    runs: list[ServedRun] = []
     with bar(len(chosen) * len(work), "requests") as at:
         for place, policy in enumerate(chosen):
             progress = partial(_advance, at, place * len(work))
             result, cost = _run(scenario, work, policy, seed, changing, progress=progress)
             if rows_file:
-                write_rows(result, Path(rows_file.replace("{policy}", policy.partition(":")[0])))
+                write_rows(result, Path(_file_of(rows_file, policy)))
+            if timeline_file:
+                write_timeline(result, Path(_file_of(timeline_file, policy)))
             found = summary(result, slo if slo != SloTarget() else None, weights=weights)
             summaries.append(found | cost)
+            if page_file:
+                runs.append(run_of_simulation(result, list(attainment_table(found))))
+    if page_file:
+        write_page(page_file, "Simulation", runs)
     bound = bound_of(scenario.instance_specs(), work)
     if as_json:
         total = {"num_instances": len(scenario.instance_specs()), "seed": seed, "policies": summaries}
@@ -114,6 +136,10 @@ def simulate(
     _print_table(summaries)
     if bound is not None:
         print("\n".join(["", *bound_lines(bound)]))
+
+
+def _file_of(name: str, policy: str) -> str:
+    return name.replace("{policy}", policy.partition(":")[0])
 
 
 def _run(

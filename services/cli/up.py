@@ -116,6 +116,7 @@ async def run_until_stopped(settings: ClusterSettings) -> None:
             started = True
             for policy, url in cluster.gateway_urls.items():
                 print(f"{policy}: {url}/v1", file=sys.stderr)
+                print(f"live page of {policy}: {url}/ui", file=sys.stderr)
             for policy, addresses in cluster.scheduler_addresses.items():
                 print(f"scheduler of {policy}: block explain REQUEST_ID --scheduler {addresses[0]}", file=sys.stderr)
             if settings.instance_range is None and not settings.mirror:

@@ -80,13 +80,21 @@ def cluster_of(settings: DemoSettings) -> ClusterSettings:
 
 
 async def compare(
-    settings: DemoSettings, started: Callable[[str], None], ended: Callable[[str, RequestResult], None]
-) -> dict[str, dict[str, Any]]:
-    """Start a cluster, send the traffic by each policy in turn, and summarise the results of each."""
+    settings: DemoSettings,
+    ended: Callable[[str, RequestResult], None],
+    opened: Callable[[Mapping[str, str]], None],
+    then: Callable[[dict[str, dict[str, Any]]], bool],
+) -> None:
+    """Start a cluster, send the traffic by each policy in turn, and summarise the results of each.
+
+    `opened` gets the gateways' URLs by policy, `then` the results; if it returns true, the cluster stays up, and the
+    traffic goes on by the first policy until the caller is cancelled.
+    """
     plan = plan_of(settings)
     form = RequestFormat(model=MODEL, time_scale=settings.speed)
     totals = {}
-    async with running(cluster_of(settings), started) as cluster:
+    async with running(cluster_of(settings)) as cluster:
+        opened(cluster.gateway_urls)
         for url in cluster.gateway_urls.values():  # first requests take longer
             await run_plan(plan[:WARM_UP], origin_of(url), form, LoadLimits(timeout_s=TIMEOUT_S), lambda _: None)
         for policy, url in cluster.gateway_urls.items():
@@ -94,7 +102,9 @@ async def compare(
                 plan, origin_of(url), form, LoadLimits(timeout_s=TIMEOUT_S), partial(ended, policy)
             )
             totals[policy] = summary(results, Slo())
-    return totals
+        url = next(iter(cluster.gateway_urls.values()))
+        while then(totals):
+            await run_plan(plan, origin_of(url), form, LoadLimits(timeout_s=TIMEOUT_S), lambda _: None)
 
 
 def table(totals: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:

@@ -9,6 +9,7 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import uvloop
 from grpc_health.v1 import health_pb2_grpc
@@ -25,6 +26,7 @@ from services.endpoint_picker.service import ExternalProcessorService
 from services.endpoint_picker.settings import PickerSettings
 from services.http.prompt_tokens import PromptSizes, PromptTokens
 from services.instances import InstanceSource
+from services.live_page.pages import live_page_routes
 from services.logs import log_event
 from services.placement.lifecycle import placement_driver
 from services.placement.settings import SchedulerSettings
@@ -102,8 +104,9 @@ async def serving(
         seed=decisions.hash_seed,
     )
     async with AsyncExitStack() as stack:
-        metrics_port = stack.enter_context(metrics_served(server, registry))
         driver = await stack.enter_async_context(placement_driver(decisions, with_addresses(source), registry, poll_s))
+        pages = partial(live_page_routes, driver.tail)
+        metrics_port = await stack.enter_async_context(metrics_served(server, registry, pages))
         picker = Picker(settings, driver, prompts, metrics)
         service = ExternalProcessorService(picker, settings.max_streams)
         metrics.watch(service.__len__)

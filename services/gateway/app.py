@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from uuid import uuid4
 
-from prometheus_client.exposition import choose_encoder
-
 from services.gateway.attainment import attainment_of
 from services.gateway.context import GatewayContext
 from services.gateway.incoming import AUTHORIZATION, Incoming, headers_to_pass, target_of
@@ -21,12 +19,13 @@ from services.http.application import CLIENT_LEFT, JSON, Application, Call, whil
 from services.http.client import Headers
 from services.http.errors import ApiError
 from services.http.openai_body import OpenAIRequest, read_body, with_fields
+from services.http.operator_port import reply_metrics
 from services.http.request_facts import RequestHeaders, body_to_pass, read_headers, request_id_of, request_message
 from services.http.stream_continuation import IDS_FIELD
+from services.live_page.pages import LivePage
 
 log = logging.getLogger(__name__)
 
-ACCEPT = b"accept"
 RETURN_IDS = b'"%s":true' % IDS_FIELD.encode()
 
 
@@ -50,6 +49,11 @@ class Gateway(Application):
             "/health": {"GET": self._health},
             "/ready": {"GET": self._ready},
             "/metrics": {"GET": self._metrics},
+            **LivePage(
+                context.schedulers.frames(context.metrics.registry),
+                authenticate=self._authenticate_operator,
+                is_draining=lambda: self.draining,
+            ).routes,
         }
 
     def request_id_of(self, call: Call) -> str:
@@ -145,6 +149,11 @@ class Gateway(Application):
         self.require_open()
         return holder
 
+    def _authenticate_operator(self, call: Call) -> None:
+        """Check that the caller may see what all clients do."""
+        if not self._keys.may_operate(self._authenticate(call)):
+            raise ApiError(403, "this API key may not open the live page: the key file names others as operators")
+
     def _read(self, body: bytes, headers: Headers, *, chat: bool) -> tuple[OpenAIRequest, RequestHeaders]:
         try:
             openai, request_headers = read_body(body, chat=chat), read_headers(headers)
@@ -173,6 +182,4 @@ class Gateway(Application):
         await call.reply(200, JSON, b'{"status": "ready"}')
 
     async def _metrics(self, call: Call) -> None:
-        encoded, content_type = choose_encoder((call.header(ACCEPT) or b"").decode("latin-1"))
-        body = encoded(self._context.metrics.registry)
-        await call.reply(200, [(b"content-type", content_type.encode())], body)
+        await reply_metrics(call, self._context.metrics.registry)

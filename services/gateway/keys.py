@@ -14,6 +14,7 @@ LONGEST_KEY = 512
 
 
 OBJECTIVE = "objective="
+OPERATOR = "operator"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +23,7 @@ class KeyHolder:
 
     name: str = ""
     objective: str = ""
+    is_operator: bool = False
 
 
 ANY_CLIENT = KeyHolder()  # where no keys are set
@@ -31,23 +33,28 @@ class ApiKeys:
     """The accepted keys by digest, each with its holder."""
 
     def __init__(self, lines: Iterable[str]) -> None:
-        """Read lines of `[NAME] KEY [objective=OBJECTIVE]`; a line that starts with # is a comment."""
+        """Read lines of `[NAME] KEY [objective=OBJECTIVE] [operator]`; a line that starts with # is a comment."""
         self._holders: list[tuple[bytes, KeyHolder]] = []
         for number, line in enumerate(lines, 1):
             words = line.split()
             if not words or words[0].startswith("#"):
                 continue
             objective = ""
+            is_operator = len(words) > 1 and words[-1] == OPERATOR
+            if is_operator:
+                words.pop()
             if len(words) > 1 and words[-1].startswith(OBJECTIVE):
                 objective = words.pop().removeprefix(OBJECTIVE)
                 if not objective:
                     raise ValueError(f"api_keys: line {number} must name an objective after {OBJECTIVE}")
             if len(words) > 2 or len(words[-1]) > LONGEST_KEY:
                 raise ValueError(
-                    f"api_keys: line {number} must be a key, or a name and a key, and may end in {OBJECTIVE}NAME"
+                    f"api_keys: line {number} must be a key, or a name and a key, and may end in {OBJECTIVE}NAME, "
+                    f"and that in {OPERATOR}"
                 )
             name = words[0] if len(words) == 2 else f"key-{number}"
-            self._holders.append((_digest(words[-1].encode()), KeyHolder(name=name, objective=objective)))
+            holder = KeyHolder(name=name, objective=objective, is_operator=is_operator)
+            self._holders.append((_digest(words[-1].encode()), holder))
 
     @classmethod
     def from_file(cls, path: str) -> ApiKeys:
@@ -65,6 +72,10 @@ class ApiKeys:
     def objectives(self) -> tuple[str, ...]:
         """The names of objectives that keys have."""
         return tuple(dict.fromkeys(holder.objective for _, holder in self._holders if holder.objective))
+
+    def may_operate(self, holder: KeyHolder) -> bool:
+        """Return whether a holder may see what all clients do: operators, or everybody where there are none."""
+        return holder.is_operator or not any(one.is_operator for _, one in self._holders)
 
     def holder(self, authorization: bytes | None) -> KeyHolder | None:
         """Return the holder of the key in an Authorization header; None where the key is not known."""

@@ -197,6 +197,10 @@ class StreamCollector(Collector):
         """Read from tallies."""
         self._attainment, self._clients, self._models = attainment, clients, models
 
+    def describe(self) -> Iterable[Metric]:
+        """Return the metrics, so that some of them can be collected by name."""
+        return self.collect()
+
     def collect(self) -> Iterable[Metric]:
         """Return all metrics."""
         gaps = HistogramMetricFamily(

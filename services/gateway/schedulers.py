@@ -9,13 +9,15 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import grpc
-from prometheus_client import Counter
+from prometheus_client import CollectorRegistry, Counter
 
 from protos.block.v1 import common_pb2, scheduler_pb2
 from scheduler.circuit import CircuitState
 from scheduler.instances import OverloadedError
+from services.gateway.scheduler_tails import SchedulerTails
 from services.http.errors import ApiError, ShedError
 from services.http.trace_context import TRACEPARENT, TraceParent
+from services.live_page.pages import FrameSource
 from services.logs import log_event
 from services.placement.driver import PlacementDriver
 from services.placement.refusals import REFUSALS, UNWILLING, refusal, refusal_of
@@ -61,6 +63,9 @@ class SchedulerClient(Protocol):
 
     async def instances(self) -> Sequence[common_pb2.Instance]:
         """Return all instances."""
+
+    def frames(self, registry: CollectorRegistry) -> FrameSource:
+        """Return what the live page shows, with counters of the gateway's registry."""
 
     async def close(self) -> None:
         """Close all connections."""
@@ -182,6 +187,10 @@ class Schedulers:
             else:
                 return response.instances
         raise NoSchedulerError("no scheduler replies")
+
+    def frames(self, registry: CollectorRegistry) -> FrameSource:
+        """Return what the live page shows, with counters of the gateway's registry."""
+        return SchedulerTails({one.address: one.channel for one in self._all}, registry)
 
     async def close(self) -> None:
         """Close all channels."""
@@ -305,6 +314,11 @@ class InProcessScheduler:
     async def instances(self) -> Sequence[common_pb2.Instance]:
         """Return all instances."""
         return [handle.message for handle in self._driver.registry.handles()]
+
+    def frames(self, registry: CollectorRegistry) -> FrameSource:
+        """Return what the live page shows."""
+        del registry  # the driver's is the gateway's
+        return self._driver.tail
 
     async def close(self) -> None:
         """Do nothing: the driver ends with its own context."""

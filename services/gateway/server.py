@@ -30,7 +30,7 @@ from services.instances import InstanceSource
 from services.logs import log_event
 from services.objectives import ObjectiveTable, following, no_objectives
 from services.placement.lifecycle import placement_driver
-from services.placement.service import SchedulerService
+from services.placement.service import ENDLESS, SchedulerService
 from services.placement.settings import SchedulerSettings
 from services.rpc.server import freeze_imported_objects, metrics_served, stop_signal
 from services.rpc.server import serving as rpc_serving
@@ -126,7 +126,9 @@ async def deciding(
         service = SchedulerService(driver, client, registry, tracer)
         register = partial(scheduler_pb2_grpc.add_SchedulerServicer_to_server, service)
         try:
-            async with rpc_serving(decisions.rpc, [register], registry, problem=decisions.source.problem) as running:
+            async with rpc_serving(
+                decisions.rpc, [register], registry, endless=ENDLESS, problem=decisions.source.problem
+            ) as running:
                 yield local, running.port
         finally:
             client.close()
@@ -156,7 +158,7 @@ async def serving(
         objectives = ObjectiveTable(settings.objectives, required=keys.objectives, also=also)
         await stack.enter_async_context(following(objectives))
         listener = stack.enter_context(listening(server.host, server.port))
-        stack.enter_context(metrics_served(server, registry))
+        await stack.enter_async_context(metrics_served(server, registry))
         schedulers, scheduler_port = await stack.enter_async_context(
             deciding(settings, metrics, registry, decisions, tracer)
         )

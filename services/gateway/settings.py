@@ -70,7 +70,11 @@ class GatewaySettings:
     ] = ()
     api_key_file: Annotated[
         str,
-        Option("File with the accepted API keys, one line each: [NAME] KEY [objective=OBJECTIVE].", metavar="FILE"),
+        Option(
+            "File with the accepted API keys, one line each: [NAME] KEY [objective=OBJECTIVE] "
+            "[operator]. Where a key is an operator's, only such keys open the live page.",
+            metavar="FILE",
+        ),
     ] = ""
     objectives: ObjectivesFile = ""
 

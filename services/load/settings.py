@@ -85,3 +85,4 @@ class BenchSettings:
             metavar="FILE",
         ),
     ] = ""
+    html: Annotated[str, Option("File for a page with charts of the latencies and forecasts.", metavar="FILE")] = ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import islice
 
 from protos.block.v1 import common_pb2
 from scheduler.placement import Placement
@@ -59,6 +60,10 @@ class DecisionLog(PlacementListener):
         if not decision.candidates:
             decision.candidates.extend(candidate_messages(logged.placement))
         return decision
+
+    def last(self, num: int) -> list[LoggedDecision]:
+        """Return the last decisions, the oldest first."""
+        return list(islice(reversed(self._logged.values()), num))[::-1]
 
     def is_answered_by(self, instance_id: str, request_id: str) -> bool:
         """Return whether the last decision for a request, if it is kept, has an instance answer it."""

@@ -7,6 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -34,6 +35,7 @@ from services.placement.metrics import SchedulerMetrics
 from services.placement.replies import conflict_of, state_name
 from services.placement.settings import MAX_RESERVATION_S, SchedulerSettings
 from services.placement.sidecar_connection import ForecastCall, SidecarConnection
+from services.placement.tail import Tail
 from services.rpc.errors import UnknownNameError
 from services.rpc.messages import LEG_NAMES, LEG_VALUES, forecast_message, request_from, require_name
 from services.rpc.objectives import fill_from, objective_from, set_objective
@@ -77,7 +79,8 @@ class PlacementDriver:
         self.objectives = ObjectiveTable() if objectives is None else objectives
         self._lengths = lengths
         self._metrics = metrics
-        self._listeners = (*listeners, self.log)
+        self.tail = Tail(registry, self.log, metrics.registry, self._about, settings.provisioners)
+        self._listeners = (*listeners, self.log, self.tail)
         self._fan_outs = asyncio.Semaphore(settings.max_deciding)
         self._wakeups: dict[Decision, asyncio.Event] = {}
         self._watch_for(self.core.policy)
@@ -97,6 +100,15 @@ class PlacementDriver:
         """Have instances report by themselves, where a policy reads that, or how large their caches are."""
         if any(part.needs_indicators or part.needs_prefix for part in policy.parts):
             self.registry.watch()
+
+    def _about(self) -> dict[str, Any]:
+        """Return what the live page shows of the scheduler itself."""
+        return {
+            "scheduler": self.settings.scheduler_id,
+            "policy": self.policy,
+            "waiting": self.core.num_waiting,
+            "waiting_by_tpot_slo": sorted(self.core.waiting_targets().items()),
+        }
 
     # Placing.
 

@@ -73,6 +73,8 @@ class InstanceHandle:
         self._settings = settings
         self._metrics = metrics
         self._watching: asyncio.Task[None] | None = None
+        self._interval_s = math.inf  # between its reports
+        self.is_silent = False  # it should report, and does not
         self._background: set[asyncio.Task[Any]] = set()
 
     def take_tier_of(self, instance: Instance) -> bool:
@@ -167,11 +169,20 @@ class InstanceHandle:
     # What it reports by itself.
 
     def watch(self, interval_s: float) -> None:
-        """Have it report every change, at most once per interval."""
-        if self._watching is None:
-            self._watching = asyncio.create_task(supervised(f"watch of {self.name}", partial(self._follow, interval_s)))
-            if self.status.indicators:
-                self._update_table()
+        """Have it report every change, at most once per interval; with an infinite one it does not report."""
+        if 0.5 <= interval_s / self._interval_s <= 2 or interval_s == self._interval_s:
+            return
+        self._interval_s = interval_s
+        if self._watching is not None:
+            self._watching.cancel()
+            self._watching = None
+        if interval_s == math.inf:
+            self.status.reported_state = "ready"  # as far as is known
+            self.is_silent = False
+            return
+        self._watching = asyncio.create_task(supervised(f"watch of {self.name}", partial(self._follow, interval_s)))
+        if self.status.indicators:
+            self._update_table()
 
     async def _follow(self, interval_s: float) -> None:
         """Follow its reports; call again after a pause that grows while calls fail."""
@@ -185,11 +196,13 @@ class InstanceHandle:
             except FAILURES as error:
                 log_event(log, logging.DEBUG, "watch ended", instance=self.name, reason=note_of(error))
             self.status.reported_state = "ready"  # as far as is known
+            self.is_silent = True
             await asyncio.sleep(backoff.next_s())
 
     def _take_report(self, backoff: Backoff, message: predictor_pb2.WatchResponse) -> None:
         if message.instance_id != self.name:
             raise ValueError(f"instance_id: {message.instance_id!r} answers there")
+        self.is_silent = False
         changed = indicators_from(message.indicators)
         self._keep(changed if message.full else {**self.status.indicators, **changed}, message.indicators.age_s)
         self.status.versions.report(message.version, message.epoch)

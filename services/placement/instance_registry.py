@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
@@ -33,6 +34,7 @@ class InstanceRegistry:
         self._handles: dict[str, InstanceHandle] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._is_watched = False
+        self._shown_every_s = math.inf
 
     def update(self, instances: Instances) -> None:
         """Take a new list."""
@@ -54,8 +56,7 @@ class InstanceRegistry:
         for connection in unused:
             connection.stop_reserving()
         self._start(self._close(list(before.values()), unused))
-        if self._is_watched:
-            self._watch_all()
+        self._watch_all()
 
     def _warn_of_pools(self) -> None:
         """Warn, once for each list, of roles that no instance has although others need it."""
@@ -99,8 +100,14 @@ class InstanceRegistry:
             self._is_watched = True
             self._watch_all()
 
+    def show_every(self, interval_s: float | None) -> None:
+        """Have all sidecars report for somebody who looks; None where nobody does any more."""
+        self._shown_every_s = math.inf if interval_s is None else interval_s
+        self._watch_all()
+
     def _watch_all(self) -> None:
-        interval_s = max(self._settings.watch_s, len(self._handles) / MAX_REPORTS_PER_S)
+        read_every_s = max(self._settings.watch_s, len(self._handles) / MAX_REPORTS_PER_S)
+        interval_s = min(self._shown_every_s, read_every_s if self._is_watched else math.inf)
         for handle in self._handles.values():
             handle.watch(interval_s)
 

@@ -33,7 +33,7 @@ async def placement_driver(
     metrics, objectives = SchedulerMetrics(registry), ObjectiveTable(settings.objectives, also=source.objectives)
     instances, lengths = InstanceRegistry(settings, metrics), LengthResolver(settings, metrics)
     reports = ProvisionerReports(settings.provisioners, settings.scheduler_id)
-    watching = counting = recorder = None
+    watching = counting = recorder = driver = None
     try:
         recorder = _recorder(settings, metrics)
         try:
@@ -56,6 +56,8 @@ async def placement_driver(
             counting = asyncio.create_task(supervised("reports of waiting requests", count))
             yield driver
     finally:
+        if driver is not None:
+            await driver.tail.close()
         for task in (watching, counting):
             if task is not None:
                 task.cancel()

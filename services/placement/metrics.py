@@ -21,6 +21,7 @@ class SchedulerMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         """Start from zero."""
+        self.registry = registry
         self.decision_s = Histogram(
             "block_decision_seconds",
             "From receiving a request to its decision.",

@@ -36,6 +36,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 SERVICE = scheduler_pb2.DESCRIPTOR.services_by_name["Scheduler"].full_name
 CANCELLED = "CANCELLED"
+ENDLESS = ("/block.v1.Scheduler/Tail",)  # streams that end when the caller leaves
 DEADLINES_PER_DECISION = 3  # of the sidecars, within which a decision is made
 
 
@@ -94,6 +95,22 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
         finally:
             span.end(error)
         return scheduler_pb2.ScheduleResponse(decision=decision)
+
+    async def Tail(
+        self,
+        request: scheduler_pb2.TailRequest,
+        context: Context,
+    ) -> AsyncIterator[scheduler_pb2.TailResponse]:
+        """Stream what the live page shows."""
+        with self._driver.tail.watched() as reader:
+            async with aclosing(reader.frames()) as frames:
+                async for frame in frames:
+                    yield scheduler_pb2.TailResponse(frame_json=frame)
+
+    @property
+    def driver(self) -> PlacementDriver:
+        """What decides."""
+        return self._driver
 
     @property
     def _deadline_s(self) -> float:

@@ -6,23 +6,27 @@ import asyncio
 import gc
 import logging
 import signal
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry
 
 from services.logs import log_event
-from services.rpc.channels import bind_server, make_server, refuse_taken
+from services.rpc.channels import bind_server, make_server
 from services.rpc.interceptor import CallInterceptor, Handler
 from services.rpc.settings import ServerSettings
+
+if TYPE_CHECKING:
+    from services.http.operator_port import OperatorPort, Routes
 
 log = logging.getLogger(__name__)
 
 Register = Callable[[grpc.aio.Server], None]  # a generated add_…_to_server with its servicer
+Pages = Callable[["OperatorPort"], "Routes"]  # what an operator's port serves beside the metrics
 
 MEBIBYTE = 2**20
 READINESS_S = 0.5  # between two looks at what makes a server ready
@@ -43,18 +47,20 @@ def no_problem() -> str:
 
 
 @asynccontextmanager
-async def serving(
+async def serving(  # noqa: PLR0913 - what any of our servers may need
     settings: ServerSettings,
     services: Sequence[Register],
     registry: CollectorRegistry,
     *,
     endless: Collection[str] = (),
     problem: Callable[[], str] = no_problem,
+    pages: Pages | None = None,
 ) -> AsyncIterator[RunningServer]:
     """Serve while the block runs; then refuse new calls and wait for those under way, at most `drain_s`.
 
     `endless` names methods (/package.Service/Method) whose streams end only when the client leaves; draining does not
     wait for them. While there is a `problem`, the services report that they do not serve, and the server that it lives.
+    `pages` makes what is served beside the metrics.
     """
     from grpc_reflection.v1alpha import reflection  # the gateway imports this module, too
 
@@ -66,7 +72,7 @@ async def serving(
     state = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(state, server)
     reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
-    with metrics_served(settings, registry) as metrics_port:
+    async with metrics_served(settings, registry, pages) as metrics_port:
         port = bind_server(server, settings.host, settings.port)
         await server.start()
         await _report_readiness(state, names, problem)
@@ -153,10 +159,11 @@ async def serve_until_signalled(  # noqa: PLR0913 - what any of our servers may 
     *,
     endless: Collection[str] = (),
     problem: Callable[[], str] = no_problem,
+    pages: Pages | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT, then drain."""
     stop = stop_signal()
-    async with serving(settings, services, registry, endless=endless, problem=problem) as running:
+    async with serving(settings, services, registry, endless=endless, problem=problem, pages=pages) as running:
         fields = {} if running.metrics_port is None else {"metrics_port": running.metrics_port}
         freeze_imported_objects()
         log_event(log, logging.INFO, "serving", server=name, host=settings.host, port=running.port, **fields)
@@ -171,17 +178,18 @@ def freeze_imported_objects() -> None:
     gc.freeze()
 
 
-@contextmanager
-def metrics_served(settings: ServerSettings, registry: CollectorRegistry) -> Iterator[int | None]:
-    """Serve /metrics on a port of its own where `metrics_port` is set."""
+@asynccontextmanager
+async def metrics_served(
+    settings: ServerSettings, registry: CollectorRegistry, pages: Pages | None = None
+) -> AsyncIterator[int | None]:
+    """Serve /metrics, and more pages, on a port of its own where `metrics_port` is set."""
     if settings.metrics_port is None:
         yield None
         return
-    refuse_taken(settings.host, settings.metrics_port, "metrics_port")
-    httpd, thread = start_http_server(settings.metrics_port, settings.host, registry)
-    try:
-        yield httpd.server_port
-    finally:
-        httpd.shutdown()
-        httpd.server_close()
-        thread.join()
+    from services.http.operator_port import OperatorPort, operator_port_served  # not needed without the port
+
+    app = OperatorPort(registry)
+    if pages is not None:
+        app.routes = {**app.routes, **pages(app)}
+    async with operator_port_served(app, settings.host, settings.metrics_port) as port:
+        yield port

@@ -16,8 +16,9 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from protos.block.v1 import scheduler_pb2_grpc
 from services.http.client import HttpClient
 from services.instances import InstanceSource
+from services.live_page.pages import live_page_routes
 from services.placement.lifecycle import placement_driver
-from services.placement.service import SchedulerService
+from services.placement.service import ENDLESS, SchedulerService
 from services.placement.settings import SchedulerSettings
 from services.rpc.server import serve_until_signalled
 from services.rpc.settings import ServerSettings
@@ -58,7 +59,10 @@ async def _serve(
         scheduling(settings, source, registry, poll_s, tracer) as service,
     ):
         register = partial(scheduler_pb2_grpc.add_SchedulerServicer_to_server, service)
-        await serve_until_signalled(NAME, server, [register], registry, problem=source.problem)
+        pages = partial(live_page_routes, service.driver.tail)
+        await serve_until_signalled(
+            NAME, server, [register], registry, endless=ENDLESS, problem=source.problem, pages=pages
+        )
 
 
 @asynccontextmanager

@@ -16,7 +16,7 @@ from simulator.accuracy.replayed_window import RequestTimes
 from simulator.accuracy.request_errors import QUANTITIES, QuantityErrors
 from simulator.accuracy.step_errors import StepErrors
 from simulator.experiments.charts import dot_chart, line_chart
-from simulator.experiments.report import html_page, html_table
+from simulator.report_page import html_page, html_table
 
 TITLES = {"ttft": "TTFT", "tpot": "TPOT", "e2e": "e2e"}
 SHARES = np.linspace(0, 100, 51)

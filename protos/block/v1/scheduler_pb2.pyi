@@ -21,6 +21,45 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
+class TailRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TailRequest: _TypeAlias = TailRequest  # noqa: Y015
+
+@_typing.final
+class TailResponse(_message.Message):
+    """What has changed since the response before; the first one has everything. A caller that is too slow gets everything
+    again.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FRAME_JSON_FIELD_NUMBER: _builtins.int
+    frame_json: _builtins.bytes
+    """as the page at /ui reads it; its contents may change with every version"""
+    def __init__(
+        self,
+        *,
+        frame_json: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["frame_json", b"frame_json"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TailResponse: _TypeAlias = TailResponse  # noqa: Y015
+
+@_typing.final
 class ExplainRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

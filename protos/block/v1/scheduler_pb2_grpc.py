@@ -65,6 +65,11 @@ class SchedulerStub:
                 request_serializer=protos_dot_block_dot_v1_dot_scheduler__pb2.UsePolicyRequest.SerializeToString,
                 response_deserializer=protos_dot_block_dot_v1_dot_scheduler__pb2.UsePolicyResponse.FromString,
                 _registered_method=True)
+        self.Tail = channel.unary_stream(
+                '/block.v1.Scheduler/Tail',
+                request_serializer=protos_dot_block_dot_v1_dot_scheduler__pb2.TailRequest.SerializeToString,
+                response_deserializer=protos_dot_block_dot_v1_dot_scheduler__pb2.TailResponse.FromString,
+                _registered_method=True)
 
 
 class SchedulerServicer:
@@ -113,6 +118,13 @@ class SchedulerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Tail(self, request, context):
+        """Stream what is decided and what comes of it, for the live page, until the caller leaves.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SchedulerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -145,6 +157,11 @@ def add_SchedulerServicer_to_server(servicer, server):
                     servicer.UsePolicy,
                     request_deserializer=protos_dot_block_dot_v1_dot_scheduler__pb2.UsePolicyRequest.FromString,
                     response_serializer=protos_dot_block_dot_v1_dot_scheduler__pb2.UsePolicyResponse.SerializeToString,
+            ),
+            'Tail': grpc.unary_stream_rpc_method_handler(
+                    servicer.Tail,
+                    request_deserializer=protos_dot_block_dot_v1_dot_scheduler__pb2.TailRequest.FromString,
+                    response_serializer=protos_dot_block_dot_v1_dot_scheduler__pb2.TailResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -309,6 +326,33 @@ class Scheduler:
             '/block.v1.Scheduler/UsePolicy',
             protos_dot_block_dot_v1_dot_scheduler__pb2.UsePolicyRequest.SerializeToString,
             protos_dot_block_dot_v1_dot_scheduler__pb2.UsePolicyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Tail(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/block.v1.Scheduler/Tail',
+            protos_dot_block_dot_v1_dot_scheduler__pb2.TailRequest.SerializeToString,
+            protos_dot_block_dot_v1_dot_scheduler__pb2.TailResponse.FromString,
             options,
             channel_credentials,
             insecure,

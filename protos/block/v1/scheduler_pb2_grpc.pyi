@@ -46,6 +46,8 @@ class SchedulerStub:
     """The instances, and the policy."""
     UsePolicy: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.UsePolicyRequest, _scheduler_pb2.UsePolicyResponse]
     """Use another policy from now on, until the scheduler ends. Only for callers on the same machine."""
+    Tail: _grpc.UnaryStreamMultiCallable[_scheduler_pb2.TailRequest, _scheduler_pb2.TailResponse]
+    """Stream what is decided and what comes of it, for the live page, until the caller leaves."""
 
 @_typing.type_check_only
 class SchedulerAsyncStub(SchedulerStub):
@@ -64,6 +66,8 @@ class SchedulerAsyncStub(SchedulerStub):
     """The instances, and the policy."""
     UsePolicy: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.UsePolicyRequest, _scheduler_pb2.UsePolicyResponse]  # type: ignore[assignment]
     """Use another policy from now on, until the scheduler ends. Only for callers on the same machine."""
+    Tail: _aio.UnaryStreamMultiCallable[_scheduler_pb2.TailRequest, _scheduler_pb2.TailResponse]  # type: ignore[assignment]
+    """Stream what is decided and what comes of it, for the live page, until the caller leaves."""
 
 class SchedulerServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -115,5 +119,13 @@ class SchedulerServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_scheduler_pb2.UsePolicyResponse, _abc.Awaitable[_scheduler_pb2.UsePolicyResponse]]:
         """Use another policy from now on, until the scheduler ends. Only for callers on the same machine."""
+
+    @_abc_1.abstractmethod
+    def Tail(
+        self,
+        request: _scheduler_pb2.TailRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_scheduler_pb2.TailResponse], _abc.AsyncIterator[_scheduler_pb2.TailResponse]]:
+        """Stream what is decided and what comes of it, for the live page, until the caller leaves."""
 
 def add_SchedulerServicer_to_server(servicer: SchedulerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -1,0 +1,47 @@
+"""The port for operators: /metrics, and the pages that a server adds."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
+
+from services.http.application import Application, Call, Endpoint
+from services.http.server import answering, listening
+
+ACCEPT = b"accept"
+DRAIN_S = 1.0
+
+Routes = Mapping[str, Mapping[str, Endpoint]]
+
+
+class OperatorPort(Application):
+    """Serves metrics, and more routes."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        """Serve the metrics of a registry."""
+        super().__init__()
+        self._registry = registry
+        self.routes: Routes = {"/metrics": {"GET": self._metrics}}
+
+    async def _metrics(self, call: Call) -> None:
+        await reply_metrics(call, self._registry)
+
+
+async def reply_metrics(call: Call, registry: CollectorRegistry) -> None:
+    """Reply with all metrics, in the format that the caller accepts."""
+    encoded, content_type = choose_encoder((call.header(ACCEPT) or b"").decode("latin-1"))
+    await call.reply(200, [(b"content-type", content_type.encode())], encoded(registry))
+
+
+@asynccontextmanager
+async def operator_port_served(app: OperatorPort, host: str, port: int) -> AsyncIterator[int]:
+    """Serve while the block runs; yield the port."""
+    listener = listening(host, port, "metrics_port")
+    try:
+        async with answering(app, listener, DRAIN_S):
+            yield listener.getsockname()[1]
+    finally:
+        listener.close()
