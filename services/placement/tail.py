@@ -45,7 +45,7 @@ MAX_FRAMES = 16  # that wait for a slow reader
 MAX_READERS = 16
 
 
-class Placed(NamedTuple):
+class UnsentPlacement(NamedTuple):
     """A placed request, until the next frame."""
 
     request: common_pb2.Request
@@ -104,7 +104,7 @@ class Tail(PlacementListener):
         self._about = about
         self._provisioners = ProvisionerWatch(provisioners)
         self._readers: set[TailReader] = set()
-        self._placed: deque[Placed] = deque(maxlen=MAX_PLACED)
+        self._placed: deque[UnsentPlacement] = deque(maxlen=MAX_PLACED)
         self._ended: deque[common_pb2.Outcome] = deque(maxlen=MAX_ENDED)
         self._num_placed = 0  # since the last frame
         self._shown: dict[str, Record] = {}  # by request id
@@ -123,7 +123,7 @@ class Tail(PlacementListener):
         del placement
         if self._readers:
             self._num_placed += 1
-            self._placed.append(Placed(request, message, request.waited_s))
+            self._placed.append(UnsentPlacement(request, message, request.waited_s))
 
     def on_outcome(self, outcome: common_pb2.Outcome) -> None:
         """Note an outcome."""
