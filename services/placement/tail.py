@@ -40,7 +40,7 @@ REPORT_S = 0.25  # between two reports of an instance while somebody watches
 MAX_REPORTS_PER_S = 100  # of all instances together
 MAX_PLACED = 32  # requests in one frame
 MAX_ENDED = 512
-MAX_SHOWN = 1200  # requests that a reader gets at first
+MAX_SHOWN = 600  # requests that a reader gets at first
 MAX_FRAMES = 16  # that wait for a slow reader
 MAX_READERS = 16
 

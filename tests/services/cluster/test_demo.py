@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 
 from services.cluster.demo import MAX_TOKENS, DemoSettings, plan_of
@@ -37,6 +39,25 @@ def test_a_tiny_demo() -> None:
         assert sum(total["instances"].values()) == 12
         assert 0 < total["ttft_s"]["p50"] <= total["e2e_s"]["p50"]
     assert sorted(answer["policies"]["round_robin"]["instances"].values()) == [6, 6]
+
+
+@pytest.mark.slow
+def test_a_demo_that_stays() -> None:
+    """After the table the live page is still served, and traffic goes on; Ctrl-C ends it as a success."""
+    flags = ("--stay", "-n", "2", "--rate", "4", "--seconds", "3", "--speed", "20", "--policy", "block")
+    with subprocess.Popen(
+        [BLOCK, "demo", *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, **PATIENT_SERVERS},
+    ) as process:  # fmt: skip
+        assert process.stderr is not None
+        assert process.stdout is not None
+        lines = iter(process.stderr.readline, "")
+        url = next(line for line in lines if line.startswith("live page of block: ")).split()[-1]
+        assert any("stays up" in line for line in lines)
+        assert "Block" in httpx.get(url, timeout=PATIENCE_S).text
+        process.send_signal(signal.SIGINT)
+        assert "block" in process.stdout.read()
+        assert process.wait(PATIENCE_S) == 0
 
 
 def test_the_traffic_is_the_same_for_the_same_seed() -> None:
