@@ -1,14 +1,16 @@
 """What the live page costs: processor time of its browser and of the scheduler, and decisions with and without it.
 
 The scheduler is started by its command, over stand-ins for sidecars whose indicators change all the time. Requests
-arrive as a Poisson process. Runs without and with an open page take turns. The page is open in the system's Chromium
-without a window and without a GPU, so that drawing takes processor time as well. Needs `playwright` and Chromium, as
-`make browser` does.
+arrive as a Poisson process. Short runs without and with a reader of its stream take turns; then the page is open in the
+system's Chromium without a window and without a GPU, so that drawing takes processor time as well. Needs `playwright`
+and Chromium, as `make browser` does.
 
 - `page_cpu_share.{view}.{instances}`: processor time of all processes of the browser per second, in cores.
 - `server_cpu_share.{how}.{instances}`: processor time of the scheduler per second, in cores: without a page, with its
   stream read by a program that does nothing else, and with the page open in a browser on the same cores.
 - `decision_ms.{how}.p50|p99.{instances}`: times of decisions.
+- `decision_ms.difference.{instances}`: of the medians of decisions with the stream read and without, in short runs that
+  take turns: the median of these differences; `noise` is half the range of the middle half of them.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 import services  # noqa: F401 - sets options of gRPC, which it reads when it is imported
@@ -41,6 +43,7 @@ from services.http.server import listening
 HOW = ("without", "read", "with")
 VIEWS = ("cluster", "decisions", "accuracy", "slos")
 WARM_UP_S = 3.0
+SLICE_S = 3.0  # of the runs that take turns
 TOGETHER = 16  # stand-ins behind one port
 BROWSER = "chromium"
 
@@ -51,8 +54,8 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--instances", type=int, default=100)
     parser.add_argument("--rate", type=float, default=20.0, help="requests per second")
-    parser.add_argument("--seconds", type=float, default=15.0, help="for each run")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=15.0, help="for each view of the page")
+    parser.add_argument("--rounds", type=int, default=20, help="of short runs without and with a reader")
     arguments = parser.parse_args()
     with listening(PLACE, 0) as free:
         port = free.getsockname()[1]
@@ -66,9 +69,9 @@ def main() -> None:
 
 async def measured(scheduler: Running, url: str, arguments: argparse.Namespace) -> list[dict[str, object]]:
     """Let runs without and with the page take turns."""
-    num, seconds = arguments.instances, arguments.seconds
+    num = arguments.instances
     rng = random.Random(0)
-    decision_ms: dict[str, list[float]] = {how: [] for how in HOW}
+    decision_ms: dict[str, list[list[float]]] = {how: [] for how in HOW}
     server_s: dict[str, list[float]] = {how: [] for how in HOW}
     page_s: dict[str, float] = {}
     async with grpc.aio.insecure_channel(f"{PLACE}:{scheduler.port}") as channel:
@@ -78,34 +81,36 @@ async def measured(scheduler: Running, url: str, arguments: argparse.Namespace) 
             request.request_id = f"{time.monotonic_ns()}"
             return (await stub.Schedule(scheduler_pb2.ScheduleRequest(request=request))).decision
 
-        async def run(how: str) -> None:
+        async def run(how: str, seconds: float) -> None:
             decisions: list[common_pb2.Decision] = []
             before_s = scheduler.cpu_s()
             start_s = time.perf_counter()
             await load(schedule, stub.Release, rng, arguments.rate, seconds, (decisions, []), None)
             server_s[how].append((scheduler.cpu_s() - before_s) / (time.perf_counter() - start_s))
-            decision_ms[how] += [1e3 * decision.decision_s for decision in decisions]
+            decision_ms[how].append([1e3 * decision.decision_s for decision in decisions])
 
         await load(schedule, stub.Release, rng, arguments.rate, WARM_UP_S, ([], []), None)
+        differences_ms: list[float] = []
         for _ in range(arguments.rounds):
-            await run("without")
+            await run("without", SLICE_S)
             async with tail_read(url):
-                await run("read")
-            async with page_open(f"{url}/ui"):
-                await run("with")
+                await run("read", SLICE_S)
+            read, without = (median(decision_ms[how][-1]) for how in ("read", "without"))
+            differences_ms.append(read - without)
         async with page_open(f"{url}/ui") as page:
             for view in VIEWS:
                 await page.locator(f"#tab-{view}").click()
                 before_s, start_s = browser_cpu_s(), time.perf_counter()
-                await load(schedule, stub.Release, rng, arguments.rate, seconds, ([], []), None)
+                await run("with", arguments.seconds)
                 page_s[view] = (browser_cpu_s() - before_s) / (time.perf_counter() - start_s)
     rows = [(f"page_cpu_share.{view}", value, "cores", 1) for view, value in page_s.items()]
     rows += [(f"server_cpu_share.{how}", fmean(shares), "cores", len(shares)) for how, shares in server_s.items()]
-    rows += [
-        (f"decision_ms.{how}.p{round(100 * share)}", quantile(times, share), "ms", len(times))
-        for how, times in decision_ms.items()
-        for share in (0.5, 0.99)
-    ]
+    for how, runs in decision_ms.items():
+        times = [one for run in runs for one in run]
+        rows += [(f"decision_ms.{how}.p{round(100 * q)}", quantile(times, q), "ms", len(times)) for q in (0.5, 0.99)]
+    low, middle, high = (quantile(differences_ms, q) for q in (0.25, 0.5, 0.75))
+    n = len(differences_ms)
+    rows += [("decision_ms.difference", middle, "ms", n), ("decision_ms.noise", (high - low) / 2, "ms", n)]
     return [{"name": f"{name}.{num}", "value": value, "unit": unit, "n": n} for name, value, unit, n in rows]
 
 

@@ -58,8 +58,8 @@ export class ClusterView {
       this.slots.set(id, slots);
       this.hits.set(id, drawLane(lane.canvas, state, requests, slots, { from, to, now, palette, height }));
     }
-    setText(this.summary, `${ids.length} instances, ${bad ? `${bad} not ready, ` : "all ready, "}${running} requests running, ${waiting} waiting in engines, `
-      + `${count(state.waiting)} in the admission queue. Bars from ${seconds(BACK * span)} ago to ${seconds((1 - BACK) * span)} ahead.`);
+    const live = `${ids.length} instances, ${bad ? `${bad} not ready, ` : "all ready, "}${running} requests running, ${waiting} waiting in engines, ${count(state.waiting)} in the admission queue`;
+    setText(this.summary, `${state.isLive ? live : `${ids.length} instances, ${running} requests under way`}. Bars from ${seconds(BACK * span)} ago to ${seconds((1 - BACK) * span)} ahead.`);
     if (this.opened && now - (this.listedAt ?? 0) >= 0.5) this.listRequests(state, now);
   }
 
