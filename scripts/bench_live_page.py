@@ -6,9 +6,9 @@ system's Chromium without a window and without a GPU, so that drawing takes proc
 and Chromium, as `make browser` does.
 
 - `page_cpu_share.{view}.{instances}`: processor time of all processes of the browser per second, in cores.
-- `server_cpu_share.{how}.{instances}`: processor time of the scheduler per second, in cores: without a page, with its
-  stream read by a program that does nothing else, and with the page open in a browser on the same cores.
-- `decision_ms.{how}.p50|p99.{instances}`: times of decisions.
+- `server_cpu_share.{how}.{instances}`: processor time of the scheduler per second, in cores, in the short runs: without a
+  reader, and with its stream read by a program that does nothing else.
+- `decision_ms.{how}.p50|p99.{instances}`: times of decisions, also with the page open in a browser on the same cores.
 - `decision_ms.difference.{instances}`: of the medians of decisions with the stream read and without, in short runs that
   take turns: the median of these differences; `noise` is half the range of the middle half of them.
 """
@@ -40,7 +40,8 @@ from scripts.report import report
 from scripts.stand_ins import PLACE
 from services.http.server import listening
 
-HOW = ("without", "read", "with")
+TAKING_TURNS = ("without", "read")
+HOW = (*TAKING_TURNS, "with")
 VIEWS = ("cluster", "decisions", "accuracy", "slos")
 WARM_UP_S = 3.0
 SLICE_S = 3.0  # of the runs that take turns
@@ -104,7 +105,7 @@ async def measured(scheduler: Running, url: str, arguments: argparse.Namespace) 
                 await run("with", arguments.seconds)
                 page_s[view] = (browser_cpu_s() - before_s) / (time.perf_counter() - start_s)
     rows = [(f"page_cpu_share.{view}", value, "cores", 1) for view, value in page_s.items()]
-    rows += [(f"server_cpu_share.{how}", fmean(shares), "cores", len(shares)) for how, shares in server_s.items()]
+    rows += [(f"server_cpu_share.{how}", fmean(server_s[how]), "cores", len(server_s[how])) for how in TAKING_TURNS]
     for how, runs in decision_ms.items():
         times = [one for run in runs for one in run]
         rows += [(f"decision_ms.{how}.p{round(100 * q)}", quantile(times, q), "ms", len(times)) for q in (0.5, 0.99)]
