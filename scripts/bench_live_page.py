@@ -6,8 +6,8 @@ system's Chromium without a window and without a GPU, so that drawing takes proc
 and Chromium, as `make browser` does.
 
 - `page_cpu_share.{view}.{instances}`: processor time of all processes of the browser per second, in cores.
-- `server_cpu_share.{how}.{instances}`: processor time of the scheduler per second, in cores, in the short runs: without a
-  reader, and with its stream read by a program that does nothing else.
+- `server_cpu_share.{how}.{instances}`: processor time of the scheduler per second, in cores, in the short runs: without
+  a reader, and with its stream read by a program that does nothing else.
 - `decision_ms.{how}.p50|p99.{instances}`: times of decisions, also with the page open in a browser on the same cores.
 - `decision_ms.difference.{instances}`: of the medians of decisions with the stream read and without, in short runs that
   take turns: the median of these differences; `noise` is half the range of the middle half of them.
