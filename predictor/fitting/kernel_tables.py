@@ -12,6 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from predictor.fitting.attention_grids import attention_grids, with_waiting
+from predictor.fitting.gpus import gpu_named
+from predictor.fitting.kv_memory import BLOCK_SIZE, num_gpu_blocks
+from predictor.fitting.model_shape import ModelShape
 from predictor.fitting.regression import (
     Array,
     Steps,
@@ -21,7 +24,6 @@ from predictor.fitting.regression import (
     predict,
     thin_curve,
 )
-from predictor.fitting.roofline import BLOCK_SIZE, ModelShape, gpu_named, num_gpu_blocks
 from predictor.profile import FITTED, HeldOutError, Profile, SuggestedEngine, ValidRange
 from predictor.step_time import StepTime
 
