@@ -41,7 +41,7 @@ def test_more_clients_take_longer_each() -> None:
     assert eight[1] < one[1]
     assert one[2] == pytest.approx(one[0] + 99 * one[1])
     later = predicted_s(ONE, found.constants, found.request_s + 1)
-    assert later == pytest.approx(one + [1, 0, 1])
+    assert later == pytest.approx(one + np.array([1, 0, 1]))
 
 
 def test_the_naive_formula() -> None:
