@@ -1,19 +1,25 @@
-"""Kernel tables of mixtures of experts: `moe.csv` has a layer's experts by tokens and by distinct experts touched."""
+"""Kernel tables of mixtures of experts: `moe.csv` has a layer's experts by tokens and by distinct experts touched.
+
+It is measured with routing of its own choice, so times are taken where the expected number of experts is touched.
+"""
 
 from __future__ import annotations
 
 import csv
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from predictor.fitting.model_shape import Experts
+from predictor.fitting.model_shape import Experts, ModelShape
 from predictor.fitting.regression import Array
 
 FILE = "moe.csv"
 COLUMNS = ("tokens", "activated_experts", "time_us")
 RANKS = "ep"  # a column of newer tables
+EXPERTS = "experts"  # what they are called among the dense kernels
+MLP_KERNELS = ("gate_up_proj", "act_fn", "down_proj")
 US = 1e-6
 
 
@@ -56,6 +62,28 @@ def expert_seconds(table: ExpertTable, experts: Experts, num_tokens: Array, *, r
     """Return the seconds of a layer's experts, of which tokens touch as many as is expected."""
     touched = np.array([experts.touched(count) for count in num_tokens]) / ranks
     return table.seconds(num_tokens, touched)
+
+
+def with_expert_layers(
+    dense: Mapping[str, tuple[Array, Array]], folder: Path, model: ModelShape, *, ranks: int = 1
+) -> dict[str, tuple[Array, Array]]:
+    """Add a model's experts to its dense kernels, all by tokens and as the mean of the layers.
+
+    Kernels of a dense MLP are those of the layers without experts, or else of shared experts.
+    """
+    path, experts = folder / FILE, model.experts
+    if experts is None:
+        if path.exists():
+            raise ValueError(f"num_experts: missing, and the folder has {FILE}")
+        return dict(dense)
+    if not path.exists():
+        raise ValueError(f"{FILE}: missing, and the model has {experts.num} experts")
+    mlp_layers = model.num_dense_layers or (experts.num_layers if experts.shared_size else 0)
+    shares = dict.fromkeys(MLP_KERNELS, mlp_layers / model.num_layers)
+    made = {name: (counts, seconds * shares.get(name, 1.0)) for name, (counts, seconds) in dense.items()}
+    counts = next(iter(made.values()))[0]
+    layer = expert_seconds(read_expert_table(path, ranks=ranks), experts, counts, ranks=ranks)
+    return made | {EXPERTS: (counts, layer * (experts.num_layers / model.num_layers))}
 
 
 def _number(row: dict[str, str], column: str, line: int) -> float:

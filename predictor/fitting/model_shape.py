@@ -160,6 +160,13 @@ class ModelShape:
         """Bytes of all parameters."""
         return round(self.rank_weight_bytes(tensor_parallel=1))
 
+    def touched_bytes(self, num_tokens: int) -> float:
+        """Return the bytes of parameters without those of experts that so many tokens are not expected to touch."""
+        if not self.experts:
+            return self.weight_bytes
+        untouched = self.experts.num_layers * (self.experts.num - self.experts.touched(num_tokens))
+        return self.weight_bytes - untouched * self.expert_weights * self.weight_bytes_each.experts
+
     def rank_weight_bytes(self, *, tensor_parallel: int, data_parallel: int = 1) -> float:
         """Return the bytes of parameters on one rank: experts are divided among all ranks, the rest among some."""
         each, ranks = self.weight_bytes_each, tensor_parallel * data_parallel

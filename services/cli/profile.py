@@ -338,7 +338,10 @@ def steps(csv_file: str, output: str | None, **described: Any) -> None:
 @click.option("--model-config", required=True, metavar="JSON", help="The model's config.json.")
 @_described
 def kernels(folder: str, model_config: str, output: str | None, **described: Any) -> None:
-    """Fit a profile to a folder of kernel tables: attention.csv, dense.csv, per_sequence.csv (LLMServingSim's)."""
+    """Fit a profile to a folder of kernel tables: attention.csv, dense.csv, per_sequence.csv (LLMServingSim's).
+
+    For a mixture of experts also moe.csv: tokens, activated_experts, time_us.
+    """
     from predictor.fitting.kernel_tables import kernel_table_profile
     from predictor.fitting.model_config import model_shape
 
