@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from predictor.fitting.gpus import GPUS, gpu_named
+from predictor.fitting.measured_steps import fit_measured_steps
 from predictor.fitting.model_config import model_shape
 from predictor.fitting.regression import Steps, predict
 from predictor.fitting.roofline import Parallelism, Roofline, RooflineConstants
@@ -193,3 +195,27 @@ def test_an_unknown_gpu_gets_a_suggestion() -> None:
         gpu_named("H300")
     with pytest.raises(ValueError, match="^gpu: 'abacus' is not known; there are .*H100"):
         gpu_named("abacus")
+
+
+def test_measured_steps_of_experts_are_fitted() -> None:
+    """Steps whose cost per token falls, as more tokens touch the same experts, are fitted as well as those of others."""
+    generator = np.random.default_rng(0)
+    num = 400
+    decodes = np.round(np.exp(generator.uniform(0, np.log(256), num)))
+    chunk = np.where(generator.random(num) < 0.3, np.round(np.exp(generator.uniform(2, 7.6, num))), 0)
+    context = decodes * np.round(generator.uniform(100, 3000, num))
+    steps = Steps(
+        num_tokens=decodes + chunk,
+        num_sampled=decodes + (chunk > 0),
+        num_decodes=decodes,
+        decode_context=context,
+        num_prefills=(chunk > 0).astype(float),
+        prefill_qq=chunk**2,
+        prefill_qkv=np.zeros(num),
+        decode_longest=np.zeros(num),
+        seconds=np.ones(num),
+    )
+    steps = replace(steps, seconds=predict(ideal(QWEN3_30B_A3B), steps))
+    _, error, _ = fit_measured_steps(steps)
+    assert error.p50 < 0.02
+    assert error.p90 < 0.06
