@@ -1,12 +1,14 @@
 """The accuracy of a profile that is composed of kernels, with a real vLLM engine and a mixture of experts.
 
 A small random model of the kind of Qwen3-30B-A3B runs on vLLM's CPU build, in one thread of vLLM's own Python. There
-its kernels are timed (vLLM's own where it has some), then its engine runs planned batches, step after step, then its
-kernels are timed again; the profile is composed of the mean times. All times are processor times, as other programs
-use the same cores. What no kernel contains, a constant per step, is the median difference on every other step; errors
-are those of the rest. A step is scheduling, running the model, and taking over the result.
+its kernels are timed (vLLM's own where it has some) and its engine runs planned batches, step after step, in turns; the
+profile is composed of the mean times. All times are processor times, as other programs use the same cores. Steps of the
+same batch (tokens, decodes, prefills, contexts within a factor of 1.4) are compared by their median. What no kernel
+contains, a constant per step, is the median difference on every other batch; errors are those of the rest. A step is
+scheduling, running the model, and taking over the result.
 
-- `step_error`: of the predicted steps; `prefill`, `decode`, `mixed`: of steps by what they contain.
+- `step_error`: of the predicted steps by batch; `prefill`, `decode`, `mixed`: of batches by what they contain.
+- `total_error`: of the time of all steps; `spread`: the median interquartile range of equal steps, over their median.
 - `cpu_ms`: the constant per step that was found; `kernel_share`: of a step's time.
 """
 
@@ -38,6 +40,7 @@ from services.settings import seconds_of
 
 ROOT = Path(__file__).parents[1]
 VLLM = ROOT / ".venv-vllm" / "bin" / "python"
+MIN_EQUAL = 3  # steps of a batch
 EXPERTS: Mapping[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 256, "num_hidden_layers": 8,
     "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 768,
@@ -50,8 +53,9 @@ def main() -> None:
     """Measure, and print a table or one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--rounds", type=int, default=2, help="runs of the engine, each between timings of kernels")
     parser.add_argument("--budget", default="120s", help="time of each timing of kernels")
-    parser.add_argument("--engine-budget", default="30s", help="processor time of the engine's batches")
+    parser.add_argument("--engine-budget", default="20s", help="processor time of each run's batches")
     parser.add_argument("--vllm", default=os.environ.get("BLOCK_VLLM_PYTHON", str(VLLM)), help="Python that has vLLM")
     parser.add_argument("--time", metavar="CONFIG", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -64,11 +68,13 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         model = tiny_model(Path(folder) / "model", **EXPERTS)
-        before = timed_by_vllm(arguments, model)
-        engine_s = seconds_of(arguments.engine_budget, "engine_budget")
-        rows = np.array(by_vllm(arguments, "vllm_steps.py", str(model), str(engine_s)))
-        steps = Steps(**dict(zip(COLUMNS, rows.T, strict=True)))
-        results = compared([before, timed_by_vllm(arguments, model)], share_at(model), steps)
+        engine_s = str(seconds_of(arguments.engine_budget, "engine_budget"))
+        timings, rows = [timed_by_vllm(arguments, model)], []
+        for _ in range(arguments.rounds):
+            rows += by_vllm(arguments, "vllm_steps.py", str(model), engine_s)
+            timings.append(timed_by_vllm(arguments, model))
+        steps = Steps(**dict(zip(COLUMNS, np.array(rows).T, strict=True)))
+        results = compared(timings, share_at(model), steps)
     report("accuracy_kernels", results, as_json=arguments.json)
 
 
@@ -128,14 +134,25 @@ def compared(timings: Sequence[Timings], share: Share, steps: Steps) -> list[dic
     """Return the errors of the composed profile on the engine's steps."""
     step_time, _, _ = fit_kernels(mean_of(timings), share, UntimedCosts())
     kernels_s = predict(step_time, steps)
-    other = np.arange(len(steps)) % 2 == 1
-    constant_s = float(np.median((steps.seconds - kernels_s)[other]))
-    errors = (kernels_s + constant_s) / steps.seconds - 1
+    batches = equal_batches(steps)
+    measured_s, predicted_s = (
+        np.array([np.median(each[one]) for one in batches]) for each in (steps.seconds, kernels_s)
+    )
+    spreads = [
+        np.subtract(*np.percentile(steps.seconds[one], [75, 25])) / np.median(steps.seconds[one]) for one in batches
+    ]
+    other = np.arange(len(batches)) % 2 == 1
+    constant_s = float(np.median((measured_s - predicted_s)[other]))
+    errors = (predicted_s + constant_s) / measured_s - 1
+    total = (kernels_s.sum() + constant_s * len(steps)) / steps.seconds.sum() - 1
     results = [
-        {"name": "cpu_ms", "value": 1e3 * constant_s, "unit": "ms", "n": int(other.sum())},
-        {"name": "kernel_share", "value": kernels_s.sum() / steps.seconds.sum(), "unit": "ratio", "n": len(steps)},
-    ]  # fmt: skip
-    has_prefill, has_decode = steps.num_prefills > 0, steps.num_decodes > 0
+        row("cpu_ms", 1e3 * constant_s, "ms", int(other.sum())),
+        row("kernel_share", kernels_s.sum() / steps.seconds.sum(), "ratio", len(steps)),
+        row("total_error", total, "ratio", len(steps)),
+        row("spread", float(np.median(spreads)), "ratio", len(batches)),
+    ]
+    first = [one[0] for one in batches]
+    has_prefill, has_decode = steps.num_prefills[first] > 0, steps.num_decodes[first] > 0
     kinds = {
         "all": has_prefill | has_decode,
         "prefill": has_prefill & ~has_decode,
@@ -145,9 +162,23 @@ def compared(timings: Sequence[Timings], share: Share, steps: Steps) -> list[dic
     for kind, of_kind in kinds.items():
         chosen = of_kind & ~other
         for figure, value in figures_of(errors[chosen]).items():
-            name = f"step_error.{kind}.{figure}"
-            results.append({"name": name, "value": value, "unit": "ratio", "n": int(chosen.sum())})
+            results.append(row(f"step_error.{kind}.{figure}", value, "ratio", int(chosen.sum())))
     return results
+
+
+def equal_batches(steps: Steps) -> list[list[int]]:
+    """Group the steps of equal batches; return those of which there are enough."""
+    groups: dict[tuple[float, ...], list[int]] = {}
+    contexts = np.round(2 * np.log2(1 + steps.decode_context + np.sqrt(steps.prefill_qkv)))
+    columns = (steps.num_tokens, steps.num_decodes, steps.num_prefills, contexts)
+    for index, key in enumerate(zip(*columns, strict=True)):
+        groups.setdefault(key, []).append(index)
+    return [one for one in groups.values() if len(one) >= MIN_EQUAL]
+
+
+def row(name: str, value: float, unit: str, count: int) -> dict[str, Any]:
+    """Return a result."""
+    return {"name": name, "value": float(value), "unit": unit, "n": count}
 
 
 def figures_of(errors: np.ndarray) -> dict[str, float]:

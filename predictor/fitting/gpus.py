@@ -19,13 +19,15 @@ class Gpu:
     fp8_flops: float = 0.0  # 0: has no such unit
     fp4_flops: float = 0.0
 
-    def peak(self, bits: int) -> float:
-        """Return the peak for products of numbers of so many bits; without such a unit they are computed in 16."""
+    def unit_bits(self, bits: int) -> int:
+        """Return the bits of the unit that multiplies numbers of so many bits: the narrowest that is wide enough."""
         if bits <= 4 and self.fp4_flops:
-            return self.fp4_flops
-        if bits <= 8 and self.fp8_flops:
-            return self.fp8_flops
-        return self.flops
+            return 4
+        return 8 if bits <= 8 and self.fp8_flops else 16
+
+    def peak(self, bits: int) -> float:
+        """Return the peak for products of numbers of so many bits."""
+        return {4: self.fp4_flops, 8: self.fp8_flops, 16: self.flops}[self.unit_bits(bits)]
 
 
 # From the vendors' data sheets; links are NVLink where available, else PCIe, in one direction.

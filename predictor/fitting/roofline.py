@@ -41,8 +41,8 @@ class RooflineConstants:
             require_seconds(spec.name, getattr(self, spec.name))
 
     def flops_share(self, bits: int) -> float:
-        """Return the share of the peak for products of numbers of so many bits."""
-        return self.flops4_share if bits <= 4 else self.flops8_share if bits <= 8 else self.flops16_share
+        """Return the share of the peak that a unit of so many bits reaches."""
+        return {4: self.flops4_share, 8: self.flops8_share, 16: self.flops16_share}[bits]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +134,7 @@ class Roofline:
 
     def _product_s(self, read: float, used: float, weight_bytes: float, num_tokens: int) -> float:
         """Estimate products of tokens with `used` weights each, of which `read` are read once."""
-        bits = self.model.weight_bytes_each.compute_bits
+        bits = self.gpu.unit_bits(self.model.weight_bytes_each.compute_bits)
         peak = self.gpu.peak(bits) * self.constants.flops_share(bits)
         return self._overlapped(
             read * weight_bytes / (self.gpu.bandwidth * self.constants.bandwidth_share), 2 * used * num_tokens / peak

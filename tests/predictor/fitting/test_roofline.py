@@ -181,6 +181,7 @@ def test_quantized_weights_are_read_faster() -> None:
     assert half[1] == pytest.approx(plain[1] / 2, rel=1e-3)
     assert half[8192] == pytest.approx(plain[8192] * 989 / 1979, rel=1e-3)
     assert GPUS["A100"].peak(8) == GPUS["A100"].flops
+    assert (GPUS["A100"].unit_bits(8), GPUS["H100"].unit_bits(4), GPUS["B200"].unit_bits(4)) == (16, 8, 4)
 
 
 @pytest.mark.parametrize("name", ["H100", "h100-sxm", "NVIDIA H100 80GB", "h100_sxm5", "RTX PRO 6000", "rtxpro6000"])
