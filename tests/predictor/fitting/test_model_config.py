@@ -119,6 +119,13 @@ def test_experts_by_family() -> None:
     assert found.mlp_weights == 3 * 2048 * 6144
 
 
+def test_untouched_experts_are_not_read() -> None:
+    """One token leaves 120 of 128 experts of each layer; a dense model has none to leave."""
+    qwen = model_shape(QWEN3_30B_A3B)
+    assert qwen.weight_bytes - qwen.touched_bytes(1) == pytest.approx(48 * 120 * 3 * 2048 * 768 * 2)
+    assert model_shape(LLAMA_31_8B).touched_bytes(1) == model_shape(LLAMA_31_8B).weight_bytes
+
+
 def test_windows_by_family() -> None:
     """By a list of layers, by a pattern, in all layers, or not used."""
     assert model_shape(GPT_OSS_120B).window == SlidingWindow(num_tokens=128, num_layers=18)
