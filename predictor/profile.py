@@ -79,6 +79,34 @@ class HeldOutError:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EstimateError:
+    """Relative errors of an estimate, found on published benchmarks whose GPU or model family the fit had not seen.
+
+    `gpu` and `family` say whether the fit has seen this profile's: known or unknown. Errors are of a benchmark's mean
+    TTFT, TPOT and e2e: median and 90th percentile over `n` benchmarks.
+    """
+
+    gpu: str
+    family: str
+    ttft_p50: float
+    ttft_p90: float
+    tpot_p50: float
+    tpot_p90: float
+    e2e_p50: float
+    e2e_p90: float
+    n: int
+
+    def __post_init__(self) -> None:
+        """Refuse values that are no relative errors."""
+        for name in ("gpu", "family"):
+            if getattr(self, name) not in ("known", "unknown"):
+                raise ValueError(f"{name}: must be known or unknown, not {getattr(self, name)!r}")
+        for name in ("ttft_p50", "ttft_p90", "tpot_p50", "tpot_p90", "e2e_p50", "e2e_p90"):
+            require_seconds(name, getattr(self, name))
+        require_count("n", self.n)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SuggestedEngine:
     """Engine settings that go with the profile, under vLLM's names; None where the profile suggests nothing."""
 
@@ -152,6 +180,7 @@ class Profile:
     engine: SuggestedEngine = field(default_factory=SuggestedEngine)
     transit: Transit = NO_TRANSIT
     transfer: KvTransferTime = UNKNOWN_TRANSFER
+    estimate: EstimateError | None = None  # of roofline profiles
 
     @property
     def suggested_settings(self) -> dict[str, Any]:
@@ -243,6 +272,7 @@ def profile_to_dict(profile: Profile) -> dict[str, Any]:
         "engine": _plain(profile.engine),
         **({} if profile.transit == NO_TRANSIT else {"transit": _plain(profile.transit)}),
         **({} if profile.transfer == UNKNOWN_TRANSFER else {"transfer": _known(profile.transfer)}),
+        **({} if profile.estimate is None else {"estimate": _plain(profile.estimate)}),
         "step_time": step_time_to_dict(profile.step_time),
     }
 
@@ -250,9 +280,9 @@ def profile_to_dict(profile: Profile) -> dict[str, Any]:
 def profile_from_dict(data: object) -> Profile:
     """Build a profile from plain data; errors name unknown fields, missing fields and invalid values."""
     if isinstance(data, Mapping):  # a profile has these only where they were measured
-        data = {"transit": _plain(NO_TRANSIT), "transfer": {}, **data}
+        data = {"transit": _plain(NO_TRANSIT), "transfer": {}, "estimate": None, **data}
     given = _require_fields("", data, [spec.name for spec in fields(Profile)], required_first="version")
-    error = given["error"]
+    error, estimate = given["error"], given["estimate"]
     parts = {
         "step_time": step_time_from_dict(given["step_time"]),
         "valid": _build("valid", ValidRange, _with_nulls(ValidRange, given["valid"], "max_sequence_context")),
@@ -260,6 +290,7 @@ def profile_from_dict(data: object) -> Profile:
         "engine": _build("engine", SuggestedEngine, given["engine"]),
         "transit": _build("transit", Transit, given["transit"]),
         "transfer": _build("transfer", KvTransferTime, _with_nulls(KvTransferTime, given["transfer"])),
+        "estimate": None if estimate is None else _build("estimate", EstimateError, estimate),
     }
     return Profile(**{**given, **parts, "version": VERSION})
 

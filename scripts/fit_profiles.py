@@ -12,6 +12,7 @@ import numpy as np
 
 from predictor.fitting.calibration import MeasuredLatencies, calibrate
 from predictor.fitting.constants import Calibrated
+from predictor.fitting.gpus import GPUS
 from predictor.fitting.iteration_table import (
     fit_iteration_table,
     fit_prefill_attention,
@@ -20,7 +21,9 @@ from predictor.fitting.iteration_table import (
     with_attention,
 )
 from predictor.fitting.kernel_tables import kernel_table_profile
-from predictor.fitting.roofline import BLOCK_SIZE, GPUS, ModelShape, model_shape, num_gpu_blocks
+from predictor.fitting.kv_memory import BLOCK_SIZE, num_gpu_blocks
+from predictor.fitting.model_config import model_shape
+from predictor.fitting.model_shape import ModelShape
 from predictor.fitting.vidur_tables import (
     error_of_layers,
     fit_attention,

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
+from predictor.fitting.gpus import Gpu
+from predictor.fitting.model_shape import ModelShape
 from predictor.fitting.regression import (
     Array,
     Steps,
@@ -19,7 +21,6 @@ from predictor.fitting.regression import (
     predict,
     rounded,
 )
-from predictor.fitting.roofline import Gpu, ModelShape
 from predictor.profile import HeldOutError, ValidRange
 from predictor.step_time import StepTime
 

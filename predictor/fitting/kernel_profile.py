@@ -32,6 +32,9 @@ from predictor.step_time import StepTime, require_seconds
 TOLERANCE = 0.004  # of curves
 MIN_BATCHES = 10  # of attention
 ALL_REDUCES_A_LAYER = 2
+ATTENTION_KERNELS = ("qkv", "rotary", "kv_write", "o")
+MLP_KERNELS = ("gate_up", "activation", "down")
+EXPERT_KERNELS = ("router", "experts")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +43,7 @@ class Timings:
 
     dense: Mapping[str, Mapping[int, float]]
     head: Mapping[int, float]
-    attention: Mapping[AttentionBatch, float]
+    attention: Mapping[AttentionBatch, float]  # the mean of the layers, of which some may have a sliding window
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,11 +64,17 @@ class UntimedCosts:
 
 def times_a_step(share: Share) -> dict[str, int]:
     """Return how often each dense kernel runs in a step; the last norm is before the head."""
-    layers = share.model.num_layers
-    once_a_layer = ["qkv", "rotary", "kv_write", "o", "gate_up", "activation", "down"]
+    model, layers = share.model, share.model.num_layers
+    times = {"embedding": 1, "norm": 2 * layers + 1, **dict.fromkeys(ATTENTION_KERNELS, layers)}
     if share.has_qk_norm:
-        once_a_layer.append("qk_norm")
-    return {"embedding": 1, "norm": 2 * layers + 1, **dict.fromkeys(once_a_layer, layers)}
+        times["qk_norm"] = layers
+    if model.num_dense_layers:
+        times |= dict.fromkeys(MLP_KERNELS, model.num_dense_layers)
+    if model.experts:
+        times |= dict.fromkeys(EXPERT_KERNELS, model.experts.num_layers)
+        if share.shared_size:
+            times |= {f"shared_{name}": model.experts.num_layers for name in MLP_KERNELS}
+    return times
 
 
 def dense_seconds(timings: Timings, share: Share) -> tuple[Array, Array]:

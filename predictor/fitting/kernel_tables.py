@@ -12,6 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from predictor.fitting.attention_grids import attention_grids, with_waiting
+from predictor.fitting.expert_table import EXPERTS, MLP_KERNELS, with_expert_layers
+from predictor.fitting.gpus import gpu_named
+from predictor.fitting.kv_memory import BLOCK_SIZE, num_gpu_blocks
+from predictor.fitting.model_shape import ModelShape
 from predictor.fitting.regression import (
     Array,
     Steps,
@@ -21,7 +25,6 @@ from predictor.fitting.regression import (
     predict,
     thin_curve,
 )
-from predictor.fitting.roofline import BLOCK_SIZE, ModelShape, gpu_named, num_gpu_blocks
 from predictor.profile import FITTED, HeldOutError, Profile, SuggestedEngine, ValidRange
 from predictor.step_time import StepTime
 
@@ -37,8 +40,9 @@ PER_LAYER = {
     "gate_up_proj": 1,
     "act_fn": 1,
     "down_proj": 1,
+    EXPERTS: 1,
 }
-OPTIONAL = {"qk_norm"}
+OPTIONAL = {"qk_norm", EXPERTS}
 PER_STEP = ("embedding", "final_layernorm")
 PER_SEQUENCE = ("lm_head", "sampler")
 
@@ -119,6 +123,7 @@ def kernel_table_profile(
     if shape.num_kv_heads % tensor_parallel:
         raise ValueError(f"tensor_parallel: {tensor_parallel} GPUs cannot share {shape.num_kv_heads} KV heads evenly")
     tables = read_kernel_tables(folder)
+    tables = replace(tables, dense=with_expert_layers(tables.dense, folder, shape, ranks=tensor_parallel))
     _require_microseconds(tables, shape, gpu, tensor_parallel)
     step_time, error, valid = fit_kernel_tables(
         tables,
@@ -148,8 +153,8 @@ def kernel_table_profile(
 
 def _require_microseconds(tables: KernelTables, shape: ModelShape, gpu: str, tensor_parallel: int) -> None:
     """Refuse tables with which reading the weights would be impossible, or take far too long."""
-    _, dense = _dense_seconds(tables, shape.num_layers)
-    least_s = shape.weight_bytes / tensor_parallel / gpu_named(gpu).bandwidth
+    tokens, dense = _dense_seconds(tables, shape.num_layers)
+    least_s = shape.touched_bytes(int(tokens[0])) / tensor_parallel / gpu_named(gpu).bandwidth
     if not LEAST_READ <= dense[0] / least_s <= MOST_READ:
         raise ValueError(
             f"dense.csv: time_us: a step of few tokens would take {dense[0] * 1e3:.3g} ms, and the weights alone need"
@@ -263,7 +268,8 @@ def _unsplit(kv_heads_per_gpu: int, num_sms: int) -> tuple[int, int]:
 def _dense_seconds(tables: KernelTables, num_layers: int) -> tuple[Array, Array]:
     """Sum the dense kernels of a whole step, by token count."""
     times = {name: count * num_layers for name, count in PER_LAYER.items()} | dict.fromkeys(PER_STEP, 1)
-    missing = sorted(set(times) - set(tables.dense) - OPTIONAL)
+    optional = OPTIONAL | set(MLP_KERNELS) if EXPERTS in tables.dense else OPTIONAL
+    missing = sorted(set(times) - set(tables.dense) - optional)
     if missing:
         raise ValueError(f"dense.layer: {missing[0]} is missing")
     unknown = sorted(set(tables.dense) - set(times))

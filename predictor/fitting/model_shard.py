@@ -7,10 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from predictor.config import require_count
-from predictor.fitting.roofline import RESERVED_BYTES, ModelShape, model_shape
+from predictor.fitting.kv_memory import RESERVED_BYTES, kv_bytes_per_token
+from predictor.fitting.model_config import model_shape
+from predictor.fitting.model_shape import ModelShape
+from predictor.fitting.quantization import dtype_of
 
-# Decoders of one kind: norm, attention with rotary positions, norm, gated MLP. Other features are read below.
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+# Decoders of one kind: norm, attention with rotary positions, norm, gated MLP or experts. Features are read below.
+FAMILIES = ("glm4_moe", "gpt_oss", "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
+WITH_QKV_BIAS = ("gpt_oss", "qwen2", "qwen2_moe")
+WITH_QK_NORM = ("qwen3", "qwen3_moe")
 BYTES_OF = {"bfloat16": 2, "float16": 2, "float32": 4}
 LONGEST = 32768  # tokens, unless the model supports fewer; longer sequences are extrapolated
 
@@ -24,11 +29,12 @@ class Share:
     dtype: str
     num_heads: int
     num_kv_heads: int
-    intermediate_size: int
+    intermediate_size: int  # of a dense MLP; 0 where all layers have experts
+    expert_size: int  # of one expert: each device has a part of all of them
+    shared_size: int  # of all shared experts together
     vocab_size: int
     has_qkv_bias: bool
     has_qk_norm: bool
-    has_one_embedding: bool  # input and output embedding are the same
     longest: int  # tokens of a sequence
 
     @property
@@ -44,15 +50,14 @@ class Share:
     @property
     def weight_bytes(self) -> float:
         """Bytes of the parameters on this device."""
-        whole = self.model.weight_bytes / self.model.bytes_per_weight
-        if self.has_one_embedding:
-            whole -= self.model.head_weights
-        return whole * BYTES_OF[self.dtype] / self.tensor_parallel
+        own_type = self.model.rank_weight_bytes(tensor_parallel=self.tensor_parallel)
+        return own_type * BYTES_OF[self.dtype] / self.model.number_bytes
 
     def kv_tokens(self, memory_bytes: float, utilization: float) -> int:
         """Return the number of tokens whose keys and values fit into memory beside the weights; ValueError for none."""
         room = memory_bytes * utilization - RESERVED_BYTES - self.weight_bytes
-        tokens = int(room // (self.kv_bytes * self.model.num_layers))
+        own_type = kv_bytes_per_token(self.model, tensor_parallel=self.tensor_parallel)
+        tokens = int(room // (own_type * BYTES_OF[self.dtype] / self.model.number_bytes))
         if tokens < 1:
             raise ValueError(
                 f"tensor_parallel: {self.weight_bytes / 1e9:.1f} GB of weights leave no room for KV blocks on a device"
@@ -73,11 +78,14 @@ def share_of(config: Mapping[str, Any], *, tensor_parallel: int = 1, dtype: str 
     if config.get("quantization_config"):
         raise ValueError("quantization_config: kernels of quantized weights cannot be timed")
     model = model_shape(config)
-    if model.num_experts:
-        raise ValueError("num_experts: a mixture of experts cannot be timed")
+    dtype = _dtype_of(config) if dtype == "auto" else dtype
     if model.num_heads % model.num_kv_heads:
         raise ValueError(f"num_key_value_heads: {model.num_kv_heads} do not divide {model.num_heads} heads")
-    for name, count in (("num_attention_heads", model.num_heads), ("intermediate_size", model.intermediate_size)):
+    experts = model.experts
+    divided = {"num_attention_heads": model.num_heads, "intermediate_size": model.intermediate_size}
+    if experts:
+        divided |= {"moe_intermediate_size": experts.size, "shared_expert_intermediate_size": experts.shared_size}
+    for name, count in divided.items():
         if count % tensor_parallel:
             raise ValueError(f"tensor_parallel: {tensor_parallel} devices cannot share {name}, {count}, evenly")
     fewer, more = sorted((tensor_parallel, model.num_kv_heads))
@@ -88,31 +96,29 @@ def share_of(config: Mapping[str, Any], *, tensor_parallel: int = 1, dtype: str 
     return Share(
         model=model,
         tensor_parallel=tensor_parallel,
-        dtype=_dtype_of(config) if dtype == "auto" else dtype,
+        dtype=dtype,
         num_heads=model.num_heads // tensor_parallel,
         num_kv_heads=max(1, model.num_kv_heads // tensor_parallel),
         intermediate_size=model.intermediate_size // tensor_parallel,
+        expert_size=experts.size // tensor_parallel if experts else 0,
+        shared_size=experts.shared_size // tensor_parallel if experts else 0,
         vocab_size=-(-model.vocab_size // tensor_parallel),
-        has_qkv_bias=family == "qwen2" or bool(config.get("attention_bias")),
-        has_qk_norm=family == "qwen3",
-        has_one_embedding=bool(config.get("tie_word_embeddings")),
+        has_qkv_bias=family in WITH_QKV_BIAS or bool(config.get("attention_bias")),
+        has_qk_norm=family in WITH_QK_NORM or bool(config.get("use_qk_norm")),
         longest=_longest(config),
     )
 
 
 def _dtype_of(config: Mapping[str, Any]) -> str:
-    dtype = str(config.get("torch_dtype") or config.get("dtype") or "bfloat16")
+    dtype = dtype_of(config)
     if dtype not in BYTES_OF:
         raise ValueError(f"torch_dtype: {dtype!r} cannot be timed, only {', '.join(BYTES_OF)}")
     return dtype
 
 
 def _longest(config: Mapping[str, Any]) -> int:
-    """Return the longest sequence, limited to a sliding window: only full attention is timed."""
-    longest = LONGEST
-    windowed = config.get("use_sliding_window", config.get("model_type") == "mistral")
-    for name in ("max_position_embeddings", *(("sliding_window",) if windowed else ())):
-        if config.get(name) is not None:
-            require_count(name, config[name])
-            longest = min(longest, int(config[name]))
-    return longest
+    """Return the longest sequence."""
+    if config.get("max_position_embeddings") is None:
+        return LONGEST
+    require_count("max_position_embeddings", config["max_position_embeddings"])
+    return min(LONGEST, int(config["max_position_embeddings"]))

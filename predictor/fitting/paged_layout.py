@@ -11,6 +11,8 @@ from predictor.fitting.kernel_plan import AttentionBatch
 
 Counts = NDArray[np.int32]
 
+CACHE_BYTES = 2**28  # larger than any cache of a device: memory is read as with many layers
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PagedLayout:
@@ -22,6 +24,11 @@ class PagedLayout:
     most_queries: int
     most_keys: int
     tables: list[Counts]  # each has a row of pages per sequence; no two tables share a page
+
+
+def pool_size(largest: int, bytes_each: int, num_layers: int) -> int:
+    """Return a size that fits the largest batch, and for smaller batches exceeds every cache, as all layers would."""
+    return min(max(largest, -(-CACHE_BYTES // bytes_each)), num_layers * largest)
 
 
 def num_pages(batch: AttentionBatch, page_tokens: int) -> int:

@@ -1,280 +1,176 @@
-"""Estimates a profile without measurements: bytes over bandwidth or operations over peak, whichever is longer."""
+"""Estimates a step time without measurements: bytes over bandwidth and operations over peaks, with fitted shares."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
 
-import numpy as np
-
-from predictor.config import require_count
+from predictor.fitting.gpus import Gpu
+from predictor.fitting.model_shape import ModelShape
 from predictor.fitting.regression import rounded
-from predictor.profile import ROOFLINE, Profile, SuggestedEngine, ValidRange
-from predictor.step_time import Curve, StepTime
-from predictor.suggestions import did_you_mean
-
-# The shares of the peaks that engines reach, such that Llama-3.1-8B has nearly the fitted H100, H200 and A100 profiles.
-BANDWIDTH_SHARE = 0.75
-FLOPS_SHARE = 0.7
-ATTENTION_FLOPS_SHARE = 0.4
-LINK_SHARE = 0.6
-# Small kernels of a layer: each costs a launch on the GPU.
-SMALL_KERNELS_PER_LAYER = 6
-KERNEL_S = 2.5e-6
-ALL_REDUCE_S = 12e-6
-CPU_S = 5e-4
-# Activations that a layer writes and reads back, in hidden states.
-HIDDEN_PASSES = 10
-# GPU memory besides weights and KV cache: activations, CUDA graphs, the context.
-RESERVED_BYTES = 2.0e9
-MEMORY_UTILIZATION = 0.9
-BLOCK_SIZE = 16
+from predictor.step_time import Curve, StepTime, require_seconds
 
 MAX_TOKENS = 16384
 MAX_SEQUENCES = 1024
-
-BYTES_OF_DTYPE = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8": 1}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gpu:
-    """One kind of GPU: dense 16-bit peak, memory, multiprocessors, and bytes per second to other GPUs."""
-
-    flops: float
-    bandwidth: float
-    memory_bytes: float
-    num_sms: int
-    link_bandwidth: float
-
-
-# From the vendors' data sheets; links are NVLink where available, else PCIe, in one direction.
-GPUS = {
-    "A10": Gpu(flops=125e12, bandwidth=600e9, memory_bytes=24e9, num_sms=72, link_bandwidth=32e9),
-    "A30": Gpu(flops=165e12, bandwidth=933e9, memory_bytes=24e9, num_sms=56, link_bandwidth=100e9),
-    "A40": Gpu(flops=150e12, bandwidth=696e9, memory_bytes=48e9, num_sms=84, link_bandwidth=56e9),
-    "A100-40G": Gpu(flops=312e12, bandwidth=1555e9, memory_bytes=40e9, num_sms=108, link_bandwidth=300e9),
-    "A100": Gpu(flops=312e12, bandwidth=2039e9, memory_bytes=80e9, num_sms=108, link_bandwidth=300e9),
-    "H100": Gpu(flops=989e12, bandwidth=3350e9, memory_bytes=80e9, num_sms=132, link_bandwidth=450e9),
-    "H100-PCIE": Gpu(flops=756e12, bandwidth=2000e9, memory_bytes=80e9, num_sms=114, link_bandwidth=64e9),
-    "H200": Gpu(flops=989e12, bandwidth=4800e9, memory_bytes=141e9, num_sms=132, link_bandwidth=450e9),
-    "H20": Gpu(flops=148e12, bandwidth=4000e9, memory_bytes=96e9, num_sms=78, link_bandwidth=450e9),
-    "B200": Gpu(flops=2250e12, bandwidth=8000e9, memory_bytes=180e9, num_sms=148, link_bandwidth=900e9),
-    "L4": Gpu(flops=121e12, bandwidth=300e9, memory_bytes=24e9, num_sms=58, link_bandwidth=32e9),
-    "L40S": Gpu(flops=362e12, bandwidth=864e9, memory_bytes=48e9, num_sms=142, link_bandwidth=32e9),
-    "RTX-PRO-6000": Gpu(flops=500e12, bandwidth=1792e9, memory_bytes=96e9, num_sms=188, link_bandwidth=64e9),
-    "RTX-4090": Gpu(flops=165e12, bandwidth=1008e9, memory_bytes=24e9, num_sms=128, link_bandwidth=32e9),
-}
+SEQUENCES = (0, 1, 256, MAX_SEQUENCES)
+ALL_REDUCES_A_LAYER = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelShape:
-    """The sizes of a decoder-only transformer that its step time depends on."""
+class RooflineConstants:
+    """The shares of a GPU's peaks that engines reach, and the times that no data sheet has."""
 
-    num_layers: int
-    hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
-    vocab_size: int
-    bytes_per_weight: int = 2
-    num_experts: int = 0
-    experts_per_token: int = 0
+    bandwidth_share: float  # of reading weights
+    kv_bandwidth_share: float
+    flops16_share: float
+    flops8_share: float
+    flops4_share: float
+    attention_flops_share: float
+    link_share: float
+    hidden_passes: float  # how often a layer's small kernels read or write a hidden state
+    layer_s: float  # launches and small kernels of a layer
+    all_reduce_s: float
+    step_s: float  # processor time of a step
+    prefill_s: float  # more of it where a step has prefill chunks
+    sequence_s: float  # processor time per sequence
+    overlap: float  # reading and computing take (bytes^n + operations^n)^(1/n): 1 is their sum
 
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Bytes of one token's keys and values in all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.bytes_per_weight
+    def __post_init__(self) -> None:
+        """Refuse values that are no shares or no times."""
+        for spec in fields(self):
+            require_seconds(spec.name, getattr(self, spec.name))
 
-    @property
-    def attention_weights(self) -> int:
-        """Parameters of a layer's query, key, value and output projections."""
-        queries = self.num_heads * self.head_dim
-        keys = self.num_kv_heads * self.head_dim
-        return self.hidden_size * (2 * queries + 2 * keys)
+    def flops_share(self, bits: int) -> float:
+        """Return the share of the peak that a unit of so many bits reaches."""
+        return {4: self.flops4_share, 8: self.flops8_share, 16: self.flops16_share}[bits]
 
-    @property
-    def expert_weights(self) -> int:
-        """Parameters of a layer's gated MLP, or of one expert of it."""
-        return 3 * self.hidden_size * self.intermediate_size
 
-    @property
-    def head_weights(self) -> int:
-        """Parameters of the output embedding."""
-        return self.vocab_size * self.hidden_size
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parallelism:
+    """How many ranks divide a model: each layer (tensor), and requests with whole attention each (data)."""
 
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of all parameters, with an input and an output embedding."""
-        layer = self.attention_weights + max(1, self.num_experts) * self.expert_weights
-        return self.bytes_per_weight * (self.num_layers * layer + 2 * self.head_weights)
-
-    def weights_read(self, num_tokens: int) -> float:
-        """Parameters of a layer that a step reads; of experts, those that at least one token is routed to."""
-        if self.num_experts == 0:
-            return float(self.attention_weights + self.expert_weights)
-        untouched = (1 - self.experts_per_token / self.num_experts) ** num_tokens
-        return self.attention_weights + self.num_experts * (1 - untouched) * self.expert_weights
+    tensor: int = 1
+    data: int = 1  # experts are divided among all tensor x data ranks
 
     @property
-    def weights_used(self) -> int:
-        """Parameters of a layer that are used for one token."""
-        return self.attention_weights + max(1, self.experts_per_token) * self.expert_weights
+    def ranks(self) -> int:
+        """The number of GPUs."""
+        return self.tensor * self.data
 
 
-def model_shape(config: Mapping[str, Any]) -> ModelShape:
-    """Read a Hugging Face `config.json` of the Llama, Mistral, Qwen2 or Qwen3 kind, with or without experts."""
-    heads = _count(config, "num_attention_heads")
-    hidden = _count(config, "hidden_size")
-    experts = next((_count(config, name) for name in ("num_experts", "num_local_experts") if config.get(name)), 0)
-    dtype = str(config.get("torch_dtype") or config.get("dtype") or "bfloat16")
-    if dtype not in BYTES_OF_DTYPE:
-        raise ValueError(f"torch_dtype: {dtype!r} is none of {', '.join(BYTES_OF_DTYPE)}")
-    if hidden % heads and not config.get("head_dim"):
-        raise ValueError(f"head_dim: missing, and hidden_size {hidden} is no multiple of num_attention_heads {heads}")
-    kv_heads = _count(config, "num_key_value_heads") if config.get("num_key_value_heads") else heads
-    if kv_heads > heads:
-        raise ValueError(f"num_key_value_heads: {kv_heads} is more than num_attention_heads {heads}")
-    own_size = experts and config.get("moe_intermediate_size")
-    return ModelShape(
-        num_layers=_count(config, "num_hidden_layers"),
-        hidden_size=hidden,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=_count(config, "head_dim") if config.get("head_dim") else hidden // heads,
-        intermediate_size=_count(config, "moe_intermediate_size" if own_size else "intermediate_size"),
-        vocab_size=_count(config, "vocab_size"),
-        bytes_per_weight=BYTES_OF_DTYPE[dtype],
-        num_experts=experts,
-        experts_per_token=_count(config, "num_experts_per_tok") if experts else 0,
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Roofline:
+    """One model on GPUs of one kind; a step is that of one data-parallel rank, whose batch the others' equal."""
 
+    model: ModelShape
+    gpu: Gpu
+    constants: RooflineConstants
+    parallel: Parallelism = Parallelism()
 
-def gpu_named(name: str) -> Gpu:
-    """Return a GPU by its name, in any usual spelling."""
-    by_key = {_key(known): known for known in GPUS}
-    key = _key(name)
-    if key not in by_key:
-        hint = did_you_mean(name, GPUS, f"; there are {', '.join(GPUS)}")
-        raise ValueError(f"gpu: {name!r} is not known{hint}")
-    return GPUS[by_key[key]]
-
-
-def roofline_profile(
-    config: Mapping[str, Any], gpu_name: str, *, tensor_parallel: int = 1, name: str | None = None
-) -> Profile:
-    """Estimate a profile from a model's configuration and a GPU's data sheet; its kind is `roofline`."""
-    require_count("tensor_parallel", tensor_parallel)
-    gpu, model = gpu_named(gpu_name), model_shape(config)
-    model_name = str(config.get("_name_or_path") or config.get("model_type") or "unnamed")
-    return Profile(
-        name=name or f"{model_name.rsplit('/', 1)[-1].lower()}-{_key(gpu_name)}-roofline",
-        model=model_name,
-        gpu=gpu_name,
-        tensor_parallel=tensor_parallel,
-        dtype=str(config.get("torch_dtype") or config.get("dtype") or "bfloat16"),
-        kind=ROOFLINE,
-        step_time=roofline_step_time(model, gpu, tensor_parallel=tensor_parallel),
-        valid=ValidRange(max_tokens=MAX_TOKENS, max_sequences=MAX_SEQUENCES, max_context_tokens=2**30),
-        error=None,
-        source=(
-            "roofline, nothing measured: the model's configuration and the GPU's data sheet, at "
-            f"{BANDWIDTH_SHARE:.0%} of its bandwidth and {FLOPS_SHARE:.0%} of its peak"
-        ),
-        engine=SuggestedEngine(
-            num_gpu_blocks=num_gpu_blocks(model, gpu, tensor_parallel=tensor_parallel), block_size=BLOCK_SIZE
-        ),
-    )
-
-
-def roofline_step_time(model: ModelShape, gpu: Gpu, *, tensor_parallel: int = 1) -> StepTime:
-    """Estimate a step time from first principles."""
-    bandwidth = gpu.bandwidth * BANDWIDTH_SHARE * tensor_parallel
-    flops = gpu.flops * FLOPS_SHARE * tensor_parallel
-    attention_flops = gpu.flops * ATTENTION_FLOPS_SHARE * tensor_parallel
-    tokens = [0, 1, *sorted({round(2 ** (step / 4)) for step in range(1, 4 * int(math.log2(MAX_TOKENS)) + 1)} - {1})]
-    query_flops = 4 * model.num_heads * model.head_dim * model.num_layers
-    small_s = SMALL_KERNELS_PER_LAYER * KERNEL_S * model.num_layers
-    slope = rounded(model.kv_bytes_per_token / bandwidth)
-    base = rounded(KERNEL_S * model.num_layers)
-    return StepTime(
-        constant_s=CPU_S + small_s + _all_reduce_s(model, tensor_parallel),
-        token_s=rounded(_all_reduce_token_s(model, gpu, tensor_parallel)),
-        prefill_s=base,
-        prefill_qq_s=rounded(query_flops / 2 / attention_flops),
-        prefill_qkv_s=rounded(query_flops / attention_flops),
-        by_tokens=Curve(
-            x=tuple(float(count) for count in tokens),
-            y=tuple(rounded(_layers_s(model, max(1, count), bandwidth, flops)) for count in tokens),
-        ),
-        by_sequences=Curve(
-            x=(0.0, 1.0, 256.0, 1024.0),
-            y=tuple(rounded(_head_s(model, count, bandwidth, flops)) for count in (0, 1, 256, 1024)),
-        ),
-        decode_base=Curve(x=(1.0,), y=(base,)),
-        decode_slope=Curve(x=(1.0,), y=(slope,)),
-        mixed_base=Curve(x=(1.0,), y=(base,)),
-        mixed_slope=Curve(x=(1.0,), y=(slope,)),
-    )
-
-
-def num_gpu_blocks(
-    model: ModelShape,
-    gpu: Gpu,
-    *,
-    tensor_parallel: int = 1,
-    block_size: int = BLOCK_SIZE,
-    memory_utilization: float = MEMORY_UTILIZATION,
-) -> int:
-    """Estimate the number of KV blocks of an engine."""
-    room = tensor_parallel * (gpu.memory_bytes * memory_utilization - RESERVED_BYTES) - model.weight_bytes
-    blocks = int(room // (block_size * model.kv_bytes_per_token))
-    if blocks < 1:
-        raise ValueError(
-            f"tensor_parallel: {model.weight_bytes / 1e9:.0f} GB of weights leave no room for KV blocks on "
-            f"{tensor_parallel} GPUs of {gpu.memory_bytes / 1e9:.0f} GB"
+    def step_time(self) -> StepTime:
+        """Estimate a step time."""
+        model, found = self.model, self.constants
+        kv_bandwidth = self.gpu.bandwidth * found.kv_bandwidth_share
+        flops = self.gpu.flops * found.attention_flops_share
+        at_once, each = model.attended_layers()
+        heads = model.pair_flops / self.parallel.tensor / flops
+        token_s = self._overlapped(
+            model.layer_kv_bytes(tensor_parallel=self.parallel.tensor) / kv_bandwidth,
+            model.decode_pair_flops / self.parallel.tensor / flops,
         )
-    return blocks
+        state_s = 2 * model.state_bytes / self.parallel.tensor / kv_bandwidth
+        base = Curve(x=(0.0, MAX_SEQUENCES), y=(0.0, rounded(MAX_SEQUENCES * (at_once * token_s + state_s))))
+        slope = Curve(x=(1.0,), y=(rounded(each * token_s),))
+        tokens = [
+            0,
+            1,
+            *sorted({round(2 ** (step / 4)) for step in range(1, 4 * int(math.log2(MAX_TOKENS)) + 1)} - {1}),
+        ]
+        return StepTime(
+            constant_s=rounded(found.step_s + found.layer_s * model.num_layers + self._all_reduce_s()),
+            token_s=rounded(self._all_reduce_token_s()),
+            prefill_s=rounded(found.prefill_s),
+            prefill_token_s=rounded(at_once * heads),
+            prefill_qq_s=rounded(each * heads / 2),
+            prefill_qkv_s=rounded(each * heads),
+            by_tokens=Curve(
+                x=tuple(float(count) for count in tokens),
+                y=tuple(rounded(self._layers_s(max(1, count))) for count in tokens),
+            ),
+            by_sequences=Curve(
+                x=tuple(float(count) for count in SEQUENCES),
+                y=tuple(rounded(self._head_s(count)) for count in SEQUENCES),
+            ),
+            decode_base=base,
+            decode_slope=slope,
+            mixed_base=base,
+            mixed_slope=slope,
+        )
 
+    def _layers_s(self, num_tokens: int) -> float:
+        """Estimate the seconds of all layers without attention over contexts: projections, MLPs and experts."""
+        model, each, devices = self.model, self.model.weight_bytes_each, self.parallel.tensor
+        copied = model.copied_attention_weights
+        projected = copied + (model.attention_weights - copied) / devices
+        seconds = model.num_attention_layers * self._product_s(projected, projected, each.attention, num_tokens)
+        if model.linear:
+            weights = model.linear.weights / devices
+            seconds += model.linear.num_layers * self._product_s(weights, weights, each.attention, num_tokens)
+        weights = model.mlp_weights / devices
+        seconds += model.num_dense_layers * self._product_s(weights, weights, each.mlp, num_tokens)
+        if model.experts:
+            # Tokens of all data-parallel ranks come to this rank's experts.
+            together = num_tokens * self.parallel.data
+            read = model.experts.touched(together) * model.expert_weights / self.parallel.ranks
+            used = model.experts.per_token * model.expert_weights / devices
+            shared = model.shared_weights / devices
+            seconds += model.experts.num_layers * (
+                self._product_s(read, used, each.experts, num_tokens)
+                + self._product_s(shared, shared, each.mlp, num_tokens)
+                + model.router_weights * model.number_bytes / (self.gpu.bandwidth * self.constants.bandwidth_share)
+            )
+        passed = self.constants.hidden_passes * model.hidden_size * model.number_bytes * num_tokens
+        return seconds + model.num_layers * passed / (self.gpu.bandwidth * self.constants.bandwidth_share)
 
-def _layers_s(model: ModelShape, num_tokens: int, bandwidth: float, flops: float) -> float:
-    """Estimate the seconds of all layers without attention: weight reads or products, and communication."""
-    read_s = model.weights_read(num_tokens) * model.bytes_per_weight / bandwidth
-    multiply_s = 2 * model.weights_used * num_tokens / flops
-    pass_s = 2 * HIDDEN_PASSES * num_tokens * model.hidden_size / bandwidth
-    # Where both are equal they overlap only in part: a smooth maximum.
-    return model.num_layers * (float(np.hypot(read_s, multiply_s)) + pass_s)
+    def _product_s(self, read: float, used: float, weight_bytes: float, num_tokens: int) -> float:
+        """Estimate products of tokens with `used` weights each, of which `read` are read once."""
+        bits = self.gpu.unit_bits(self.model.weight_bytes_each.compute_bits)
+        peak = self.gpu.peak(bits) * self.constants.flops_share(bits)
+        return self._overlapped(
+            read * weight_bytes / (self.gpu.bandwidth * self.constants.bandwidth_share), 2 * used * num_tokens / peak
+        )
 
+    def _head_s(self, num_sequences: int) -> float:
+        weights = self.model.head_weights / self.parallel.tensor
+        bandwidth = self.gpu.bandwidth * self.constants.bandwidth_share
+        flops = self.gpu.flops * self.constants.flops16_share
+        product_s = self._overlapped(
+            weights * self.model.weight_bytes_each.head / bandwidth, 2 * weights * num_sequences / flops
+        )
+        return (product_s if num_sequences else 0.0) + self.constants.sequence_s * num_sequences
 
-def _head_s(model: ModelShape, num_sequences: int, bandwidth: float, flops: float) -> float:
-    read_s = model.head_weights * model.bytes_per_weight / bandwidth
-    multiply_s = 2 * model.head_weights * num_sequences / flops
-    return float(np.hypot(read_s, multiply_s))
+    def _overlapped(self, read_s: float, compute_s: float) -> float:
+        """Reading and computing overlap only in part where both take as long: a smooth maximum."""
+        power, longer = self.constants.overlap, max(read_s, compute_s)
+        if longer == 0:
+            return 0.0
+        return longer * (1 + (min(read_s, compute_s) / longer) ** power) ** (1 / power)
 
+    def _all_reduce_s(self) -> float:
+        """Estimate the latency of communication in a step, which grows with the number of ranks."""
+        layers = self.model.num_layers * ALL_REDUCES_A_LAYER
+        return layers * self.constants.all_reduce_s * math.log2(self.parallel.ranks)
 
-def _all_reduce_s(model: ModelShape, tensor_parallel: int) -> float:
-    return 0.0 if tensor_parallel == 1 else 2 * model.num_layers * ALL_REDUCE_S
+    def _all_reduce_token_s(self) -> float:
+        """Estimate communication per token.
 
-
-def _all_reduce_token_s(model: ModelShape, gpu: Gpu, tensor_parallel: int) -> float:
-    """Estimate communication per token: two ring all-reduces of every hidden state per layer."""
-    passed = 2 * (tensor_parallel - 1) / tensor_parallel * 2 * model.num_layers * model.hidden_size
-    return passed * model.bytes_per_weight / (gpu.link_bandwidth * LINK_SHARE)
-
-
-def _key(name: str) -> str:
-    """Return the distinguishing part of a GPU's name."""
-    plain = name.lower()
-    for noise in ("nvidia", "geforce", "blackwell", "server edition", "sxm5", "sxm4", "sxm", "80gb", "-", "_", " "):
-        plain = plain.replace(noise, "")
-    return plain
-
-
-def _count(config: Mapping[str, Any], name: str) -> int:
-    value = config.get(name)
-    if value is None:
-        raise ValueError(f"{name}: missing")
-    require_count(name, value)
-    return int(value)
+        Two ring all-reduces of its hidden state per layer; with data-parallel ranks it also goes to its experts and
+        back.
+        """
+        hidden, devices = self.model.hidden_size * self.model.number_bytes, self.parallel.tensor
+        passed = ALL_REDUCES_A_LAYER * self.model.num_layers * 2 * (devices - 1) / devices * hidden
+        if self.parallel.data > 1 and self.model.experts:
+            # Hidden states of all ranks are gathered, and the experts' results scattered.
+            gathered = 2 * (self.parallel.data - 1) * hidden / devices
+            passed += self.model.experts.num_layers * gathered
+        return passed / (self.gpu.link_bandwidth * self.constants.link_share)

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
+from predictor.fitting.gpus import Gpu
+from predictor.fitting.model_shape import ModelShape
 from predictor.fitting.regression import (
     Array,
     Steps,
@@ -22,7 +24,6 @@ from predictor.fitting.regression import (
     rounded,
     thin_curve,
 )
-from predictor.fitting.roofline import Gpu, ModelShape
 from predictor.profile import HeldOutError, ValidRange
 from predictor.step_time import Curve, StepTime
 
@@ -154,7 +155,7 @@ def scaled_attention(attention: StepTime, *, measured: ModelShape, wanted: Model
 
 def head_s(model: ModelShape, gpu: Gpu) -> float:
     """Estimate the seconds of the output embedding: its weights are read once per step."""
-    return rounded(model.head_weights * model.bytes_per_weight / (gpu.bandwidth * HEAD_BANDWIDTH_SHARE))
+    return rounded(model.head_weights * model.number_bytes / (gpu.bandwidth * HEAD_BANDWIDTH_SHARE))
 
 
 def _layers_s(layer: LayerTable, model: ModelShape) -> Array:
@@ -191,7 +192,7 @@ def _floor_s(name: str, tokens: Array, model: ModelShape, gpu: Gpu) -> Array:
         "mlp_up_proj": 2 * model.hidden_size * model.intermediate_size,
         "mlp_down_proj": model.hidden_size * model.intermediate_size,
     }.get(name, 0)
-    return np.maximum(weights * model.bytes_per_weight / gpu.bandwidth, 2 * weights * tokens / gpu.flops)
+    return np.maximum(weights * model.number_bytes / gpu.bandwidth, 2 * weights * tokens / gpu.flops)
 
 
 def _prefill_rows(rows: Sequence[dict[str, str]]) -> Steps:

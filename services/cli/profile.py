@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import click
 
 from predictor.fitting.kernel_profile import UntimedCosts
-from predictor.profile import Profile, load_profile, profile_names, profile_to_dict, profile_to_json
+from predictor.profile import ROOFLINE, Profile, load_profile, profile_names, profile_to_dict, profile_to_json
 from predictor.request import LEGS
 from services.cli.engine_options import profile_named
 from services.cli.output_files import require_folder, save_profile, share_bar
@@ -65,8 +65,14 @@ def _line(chosen: Profile) -> str:
         if chosen.error is None
         else f"{chosen.error.mape:.1%} off on {chosen.error.n} held-out rows"
     )
-    if chosen.kind == "roofline":
-        error = "estimated from data sheets, not measured"
+    if chosen.kind == ROOFLINE:
+        error = "estimated, not measured"
+    if (found := chosen.estimate) is not None:
+        error += (
+            f": on {found.n} published benchmarks, {found.gpu} GPU and {found.family} model family, TPOT is"
+            f" {found.tpot_p50:.0%} off in the median and {found.tpot_p90:.0%} in the 90th percentile, TTFT"
+            f" {found.ttft_p50:.0%} and {found.ttft_p90:.0%}"
+        )
     engine = f"{chosen.model} on {chosen.tensor_parallel} x {chosen.gpu}, {chosen.dtype}"
     return f"{chosen.name:32} {engine}: {chosen.kind}, {error}"
 
@@ -332,9 +338,12 @@ def steps(csv_file: str, output: str | None, **described: Any) -> None:
 @click.option("--model-config", required=True, metavar="JSON", help="The model's config.json.")
 @_described
 def kernels(folder: str, model_config: str, output: str | None, **described: Any) -> None:
-    """Fit a profile to a folder of kernel tables: attention.csv, dense.csv, per_sequence.csv (LLMServingSim's)."""
+    """Fit a profile to a folder of kernel tables: attention.csv, dense.csv, per_sequence.csv (LLMServingSim's).
+
+    For a mixture of experts also moe.csv: tokens, activated_experts, time_us.
+    """
     from predictor.fitting.kernel_tables import kernel_table_profile
-    from predictor.fitting.roofline import model_shape
+    from predictor.fitting.model_config import model_shape
 
     shape = model_shape(_model_config(model_config))
     with _reading(folder):
@@ -346,14 +355,25 @@ def kernels(folder: str, model_config: str, output: str | None, **described: Any
 @click.argument("model_config", metavar="CONFIG_JSON")
 @click.option("--gpu", required=True, help="Name of the GPU, such as H100.")
 @click.option("--tensor-parallel", type=int, default=1, show_default=True, help="Number of devices.")
+@click.option(
+    "--data-parallel",
+    type=int,
+    default=1,
+    show_default=True,
+    help="Number of data-parallel ranks, among which experts are divided; the profile is that of one.",
+)
+@click.option("--kv-cache-dtype", default="auto", show_default=True, help="Type of the KV cache, as in vLLM.")
 @click.option("--name", default=None, help="Name of the profile.")
 @OUTPUT
-def roofline(model_config: str, gpu: str, tensor_parallel: int, name: str | None, output: str | None) -> None:
-    """Estimate the profile of a model without measurements, from its config.json and the GPU's data sheet."""
-    from predictor.fitting.roofline import roofline_profile
+def roofline(model_config: str, output: str | None, **described: Any) -> None:
+    """Estimate the profile of a model without measurements, from its config.json and the GPU's data sheet.
 
-    config = _model_config(model_config)
-    _write(roofline_profile(config, gpu, tensor_parallel=tensor_parallel, name=name), output)
+    Dense models, mixtures of experts, latent attention, sliding windows, linear attention and quantized weights are
+    read from the config.json. The profile states the error that such estimates had on published benchmarks.
+    """
+    from predictor.fitting.roofline_profile import roofline_profile
+
+    _write(roofline_profile(_model_config(model_config), described.pop("gpu"), **described), output)
 
 
 @contextmanager

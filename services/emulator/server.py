@@ -99,7 +99,9 @@ def application(
     clock = EngineClock(settings.speed)
     # a lease is as long on the wall clock as that of any other engine
     engine = Engine(replace(config, kv_lease_s=config.kv_lease_s * clock.speed), profile.step_time)
-    lengths = AnswerLengths(median_tokens=settings.output_median, spread=settings.output_spread, seed=settings.output_seed)
+    lengths = AnswerLengths(
+        median_tokens=settings.output_median, spread=settings.output_spread, seed=settings.output_seed
+    )
     served = Served(
         model=settings.model, max_model_len=config.max_model_len, lengths=lengths, has_connector=connector is not None
     )

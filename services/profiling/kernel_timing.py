@@ -82,8 +82,15 @@ def time_kernels(
     def dense(count: int) -> dict[str, float]:
         return {name: watch.seconds(run) for name, run in layer.dense(count).items()}
 
+    model = share.model
+    full = model.num_attention_layers - model.num_windowed_layers
+
     def attended(batch: AttentionBatch) -> float:
-        return watch.seconds(attention.of(batch))
+        """Time a layer, or the mean of the layers where some have a window."""
+        total = full * watch.seconds(attention.of(batch)) if full else 0.0
+        if model.window:
+            total += model.num_windowed_layers * watch.seconds(attention.of(batch, model.window.num_tokens))
+        return total / model.num_attention_layers
 
     by_count = budget.spend(DENSE_UNTIL, counts, float, dense)
     head = budget.spend(HEAD_UNTIL, sequences, float, lambda count: watch.seconds(layer.head(count)))

@@ -10,8 +10,8 @@ from typing import Any
 from predictor.fitting.engine_profile import profile_name
 from predictor.fitting.kernel_plan import Reach
 from predictor.fitting.kernel_profile import Timings, UntimedCosts, fit_kernels
+from predictor.fitting.kv_memory import BLOCK_SIZE, MEMORY_UTILIZATION
 from predictor.fitting.model_shard import Share, share_of
-from predictor.fitting.roofline import BLOCK_SIZE, MEMORY_UTILIZATION
 from predictor.profile import FITTED, Profile, SuggestedEngine, profile_to_dict
 from simulator.codec import read_json
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -18,10 +18,11 @@ from torch.nn import functional
 
 from predictor.fitting.kernel_plan import AttentionBatch
 from predictor.fitting.model_shard import Share
-from predictor.fitting.paged_layout import Counts, num_pages, paged_layout
+from predictor.fitting.paged_layout import CACHE_BYTES, Counts, num_pages, paged_layout, pool_size
 from services.profiling.torch_device import Run
+from services.profiling.torch_experts import ExpertKernel, TorchExperts, random_routings
+from services.profiling.vllm_kernels import HEAD_DIMS, VllmCpuAttention, VllmCpuExperts, cpu_operators, has_experts_of
 
-CACHE_BYTES = 2**28  # larger than any cache of a device: weights are read from memory, as with many layers
 SCALE = 0.02  # of weights, so that products neither overflow nor vanish
 EPSILON = 1e-6
 MAX_DRAWN = 2**20
@@ -39,10 +40,19 @@ class TorchLayer:
         self._device = device
         self._dtype = getattr(torch, share.dtype)
         hidden, heads = share.model.hidden_size, share.num_heads * share.model.head_dim
-        self._qkv = self._copies(share.qkv_size, hidden)
-        self._o = self._copies(hidden, heads)
-        self._gate_up = self._copies(2 * share.intermediate_size, hidden)
-        self._down = self._copies(hidden, share.intermediate_size)
+        self._qkv = self.copies(share.qkv_size, hidden)
+        self._o = self.copies(hidden, heads)
+        if share.model.num_dense_layers:
+            self._mlp = Mlp(self, hidden, share.intermediate_size)
+        if share.model.experts:
+            num, size = share.model.experts.num, share.expert_size
+            self._router = self.copies(num, hidden)
+            self._shared = Mlp(self, hidden, share.shared_size) if share.shared_size else None
+            weights = zip(self.copies(num * 2 * size, hidden), self.copies(num * size, hidden), strict=False)
+            self._experts = [
+                experts_for(share, device, gate_up.view(num, 2 * size, hidden), down.view(num, hidden, size))
+                for gate_up, down in weights
+            ]
         self._head = self._random(share.vocab_size, hidden)
         self._bias = self._random(share.qkv_size) if share.has_qkv_bias else None
         self._norm = self._random(hidden)
@@ -55,8 +65,6 @@ class TorchLayer:
         queries_and_keys = self._random(tokens, share.num_heads + share.num_kv_heads, model.head_dim)
         rotated, rotation = torch.empty_like(queries_and_keys), self._random(tokens, 1, model.head_dim)
         attended = self._random(tokens, share.num_heads * model.head_dim)
-        gated = self._random(tokens, 2 * share.intermediate_size)
-        activated = self._random(tokens, share.intermediate_size)
         keys_and_values = self._random(tokens, 2 * share.num_kv_heads * model.head_dim)
         cache = torch.empty_like(keys_and_values)
         slots = torch.randperm(tokens, device=self._device)
@@ -73,14 +81,31 @@ class TorchLayer:
             "rotary": lambda _: torch.mul(queries_and_keys, rotation, out=rotated),
             "kv_write": lambda _: cache.index_copy_(0, slots, keys_and_values),
             "o": _multiplied(attended, self._o),
-            "gate_up": _multiplied(hidden, self._gate_up),
-            "activation": lambda _: functional.glu(gated),
-            "down": _multiplied(activated, self._down),
         }
+        if model.num_dense_layers:
+            kernels |= self._mlp.kernels(hidden, self._random)
+        if model.experts:
+            kernels |= self._expert_kernels(hidden)
         if share.has_qk_norm:
             kernels["qk_norm"] = lambda _: functional.rms_norm(
                 queries_and_keys, (model.head_dim,), self._head_norm, EPSILON
             )
+        return kernels
+
+    def _expert_kernels(self, hidden: torch.Tensor) -> dict[str, Run]:
+        """Return the kernels of a layer with experts."""
+        experts = self._share.model.experts
+        assert experts is not None
+        routings = random_routings(self._share, len(hidden), self._device)
+        runs = [kernel.of(routings, hidden) for kernel in self._experts]
+
+        def router(number: int) -> object:
+            scores = functional.linear(hidden, self._router[number % len(self._router)])
+            return torch.softmax(scores, dim=-1).topk(experts.per_token)
+
+        kernels: dict[str, Run] = {"router": router, "experts": lambda number: runs[number % len(runs)](number)}
+        if self._shared:
+            kernels |= {f"shared_{name}": run for name, run in self._shared.kernels(hidden, self._random).items()}
         return kernels
 
     def head(self, sequences: int) -> Run:
@@ -88,7 +113,8 @@ class TorchLayer:
         hidden = self._random(sequences, self._share.model.hidden_size)
         return lambda _: functional.linear(hidden, self._head).float().argmax(dim=-1)
 
-    def _copies(self, rows: int, columns: int) -> list[torch.Tensor]:
+    def copies(self, rows: int, columns: int) -> list[torch.Tensor]:
+        """Draw a matrix, with enough copies to exceed every cache."""
         first = self._random(rows, columns)
         size = first.element_size() * first.nelement()
         more = min(self._share.model.num_layers, -(-CACHE_BYTES // size)) - 1
@@ -96,6 +122,32 @@ class TorchLayer:
 
     def _random(self, *sizes: int) -> torch.Tensor:
         return drawn(sizes, self._dtype, self._device).mul_(SCALE)
+
+
+class Mlp:
+    """A gated MLP: its weights, and its kernels."""
+
+    def __init__(self, layer: TorchLayer, hidden: int, size: int) -> None:
+        """Draw the weights."""
+        self._size = size
+        self._gate_up, self._down = layer.copies(2 * size, hidden), layer.copies(hidden, size)
+
+    def kernels(self, hidden: torch.Tensor, random: Callable[..., torch.Tensor]) -> dict[str, Run]:
+        """Return the kernels for tokens with these hidden states."""
+        gated, activated = random(len(hidden), 2 * self._size), random(len(hidden), self._size)
+        return {
+            "gate_up": _multiplied(hidden, self._gate_up),
+            "activation": lambda _: functional.glu(gated),
+            "down": _multiplied(activated, self._down),
+        }
+
+
+def experts_for(share: Share, device: torch.device, gate_up: torch.Tensor, down: torch.Tensor) -> ExpertKernel:
+    """Return the experts' kernel: vLLM's on CPUs if it is installed, else torch's."""
+    operators = cpu_operators() if device.type == "cpu" else None
+    if operators is not None and has_experts_of(share):
+        return VllmCpuExperts(operators, gate_up, down)
+    return TorchExperts(share, gate_up, down)
 
 
 def drawn(sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -114,13 +166,16 @@ class Attention(Protocol):
 
     name: str
 
-    def of(self, batch: AttentionBatch) -> Run:
-        """Return the kernels for one batch."""
+    def of(self, batch: AttentionBatch, window: int | None = None) -> Run:
+        """Return the kernels for one batch, in a layer with or without a sliding window."""
         ...
 
 
 def attention_for(share: Share, device: torch.device, batches: Sequence[AttentionBatch]) -> Attention:
-    """Return the attention for these batches: paged if torch and the device support it, else contiguous."""
+    """Return the attention for these batches: paged if vLLM or torch and the device support it, else contiguous."""
+    operators = cpu_operators() if device.type == "cpu" else None
+    if operators is not None and share.model.head_dim in HEAD_DIMS:
+        return VllmCpuAttention(operators, share, batches)
     if device.type == "cuda" and share.dtype in HALVES and has_paged_kernel():
         paged = PagedAttention(share, device, [*batches, TRIAL])
         try:
@@ -153,11 +208,11 @@ class PagedAttention:
         self._device = device
         self._generator = np.random.default_rng(0)
         largest = max(num_pages(batch, PAGE_TOKENS) for batch in batches)
-        self._pool_pages = _pool_size(largest, PAGE_TOKENS * share.kv_bytes, share.model.num_layers)
+        self._pool_pages = pool_size(largest, PAGE_TOKENS * share.kv_bytes, share.model.num_layers)
         sizes = (self._pool_pages, PAGE_TOKENS, share.num_kv_heads, share.model.head_dim)
         self._keys, self._values = (_random(share, device, *sizes) for _ in range(2))
 
-    def of(self, batch: AttentionBatch) -> Run:
+    def of(self, batch: AttentionBatch, window: int | None = None) -> Run:
         """Return the kernel for one batch, which uses other pages each time."""
         from torch.nn.attention.varlen import varlen_attn_out
 
@@ -185,7 +240,7 @@ class PagedAttention:
             first_keys,
             layout.most_queries,
             layout.most_keys,
-            window_size=(-1, 0),  # causal: each token of a chunk sees itself and all earlier ones
+            window_size=(-1 if window is None else window - 1, 0),  # causal: each token sees no later one
             enable_gqa=True,
             seqused_k=num_keys,
             block_table=tables[number % len(tables)],
@@ -210,18 +265,25 @@ class ContiguousAttention:
         self._share = share
         self._device = device
         largest = max(batch.kv_tokens for batch in batches)
-        self._num_tokens = _pool_size(largest, share.kv_bytes, share.model.num_layers)
+        self._num_tokens = pool_size(largest, share.kv_bytes, share.model.num_layers)
         sizes = (self._num_tokens, share.num_kv_heads, share.model.head_dim)
         self._keys, self._values = (_random(share, device, *sizes) for _ in range(2))
 
-    def of(self, batch: AttentionBatch) -> Run:
-        """Return the kernels for one batch, which use other keys and values each time."""
+    def of(self, batch: AttentionBatch, window: int | None = None) -> Run:
+        """Return the kernels for one batch, which use other keys and values each time.
+
+        In a window each token of a longer chunk attends to as many tokens: pieces as long as the window attend to one
+        another.
+        """
         parts: list[Run] = []
+        seen = batch.kv_tokens if window is None else window
         if batch.num_decodes:
-            parts.append(self._in_full(batch.num_decodes, 1, batch.context))
-        if batch.before:
-            parts.append(self._in_full(1, batch.chunk, batch.before))
-        if batch.chunk:
+            parts.append(self._in_full(batch.num_decodes, 1, min(batch.context, seen)))
+        if batch.chunk > seen:
+            parts.append(self._in_full(batch.chunk // seen, seen, seen))
+        elif batch.chunk:
+            if batch.before:
+                parts.append(self._in_full(1, batch.chunk, min(batch.before, seen)))
             parts.append(self._causal(batch.chunk))
         return lambda number: [part(number) for part in parts]
 
@@ -245,11 +307,6 @@ class ContiguousAttention:
         sizes = (1, self._share.num_heads, chunk, self._share.model.head_dim)
         queries, keys, values = (_random(self._share, self._device, *sizes) for _ in range(3))
         return lambda _: functional.scaled_dot_product_attention(queries, keys, values, is_causal=True)
-
-
-def _pool_size(largest: int, bytes_each: int, num_layers: int) -> int:
-    """Return a size that fits the largest batch, and for smaller batches exceeds every cache, as all layers would."""
-    return min(max(largest, -(-CACHE_BYTES // bytes_each)), num_layers * largest)
 
 
 def _random(share: Share, device: torch.device, *sizes: int) -> torch.Tensor:

@@ -61,7 +61,7 @@ def need_vllm() -> None:
         pytest.skip(f"no vLLM at {interpreter()}: `make vllm`, or set BLOCK_VLLM_PYTHON")
 
 
-def tiny_model(folder: Path, **shape: int) -> Path:
+def tiny_model(folder: Path, **shape: Any) -> Path:
     """Write a random model, with a tokenizer of single characters; `shape` overrides its sizes."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 

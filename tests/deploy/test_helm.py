@@ -521,7 +521,9 @@ def test_monitoring_is_that_of_prometheus_alone() -> None:
     """The chart has all rules that ship, all dashboards, and targets with the names of jobs that alerts know."""
     items = rendered("gateway-api, all")
     (rule,) = of_kind(items, "PrometheusRule").values()
-    files = [yaml.safe_load((ROOT / "deploy/prometheus" / name).read_text()) for name in ("recording.yml", "alerts.yml")]
+    files = [
+        yaml.safe_load((ROOT / "deploy/prometheus" / name).read_text()) for name in ("recording.yml", "alerts.yml")
+    ]
     assert rule["spec"]["groups"] == [group for file in files for group in file["groups"]]
     contained = {name for item in of_kind(items, "ConfigMap").values() for name in item["data"]}
     assert contained >= {path.name for path in (ROOT / "deploy/grafana/dashboards").glob("*.json")}

@@ -9,11 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from predictor.fitting.gpus import GPUS
 from predictor.fitting.kernel_plan import NUM_MIXES, AttentionBatch, Reach, chunks, decodes, mixes, token_counts
 from predictor.fitting.kernel_profile import Timings, UntimedCosts, composed, fit_kernels, times_a_step, with_untimed
+from predictor.fitting.kv_memory import MEMORY_UTILIZATION
 from predictor.fitting.model_shard import Share, share_of
 from predictor.fitting.regression import COLUMNS, Steps, predict
-from predictor.fitting.roofline import GPUS, MEMORY_UTILIZATION
 from predictor.step_time import StepTime
 from simulator.measured_runs import MEASURED_RUNS
 from simulator.reference_data import data_folder

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from predictor.fitting.model_shard import LONGEST, share_of
+from tests.predictor.fitting.model_configs import GLM_45_AIR
 
 LLAMA_8B: dict[str, Any] = {
     "model_type": "llama",
@@ -62,14 +63,23 @@ def test_families_differ_little() -> None:
     assert share_of(LLAMA_8B).weight_bytes - tied.weight_bytes == 2 * 128256 * 4096
 
 
-def test_sequences_are_limited_to_full_attention() -> None:
-    """By the model's length, by a sliding window where it is used, and by neither."""
+def test_sequences_are_limited() -> None:
+    """By the model's length, or by the longest that is timed."""
     assert share_of(LLAMA_8B).longest == LONGEST
     assert share_of({**LLAMA_8B, "max_position_embeddings": 2048}).longest == 2048
-    windowed = {**LLAMA_8B, "model_type": "mistral", "sliding_window": 4096}
-    assert share_of(windowed).longest == 4096
-    assert share_of({**windowed, "sliding_window": None}).longest == LONGEST
-    assert share_of({**windowed, "model_type": "qwen2", "use_sliding_window": False}).longest == LONGEST
+    assert share_of({k: v for k, v in LLAMA_8B.items() if k != "max_position_embeddings"}).longest == LONGEST
+
+
+def test_each_device_has_a_part_of_every_expert() -> None:
+    """Four devices each have a quarter of the width of all experts, shared ones included."""
+    whole, quarter = (share_of(GLM_45_AIR, tensor_parallel=count) for count in (1, 4))
+    assert (whole.expert_size, whole.shared_size) == (1408, 1408)
+    assert (quarter.expert_size, quarter.shared_size) == (352, 352)
+    assert whole.weight_bytes == pytest.approx(2 * 106.9e9, rel=0.01)
+    routers = 45 * 4096 * 128 * 2  # every device has them
+    assert 4 * quarter.weight_bytes - whole.weight_bytes == pytest.approx(3 * routers)
+    with pytest.raises(ValueError, match=r"^tensor_parallel: 3 devices cannot share moe_intermediate_size, 1408"):
+        share_of(GLM_45_AIR, tensor_parallel=3)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +88,8 @@ def test_sequences_are_limited_to_full_attention() -> None:
         ({"model_type": "gpt2"}, 1, "model_type: 'gpt2' cannot be timed"),
         ({"model_type": None}, 1, "model_type"),
         ({"quantization_config": {"quant_method": "fp8"}}, 1, "quantization_config"),
-        ({"num_experts": 64, "num_experts_per_tok": 8}, 1, "num_experts"),
+        ({"model_type": "deepseek_v3"}, 1, "model_type: 'deepseek_v3' cannot be timed"),
+        ({"num_experts": 64, "num_experts_per_tok": 8}, 1, "moe_intermediate_size: missing"),
         ({"torch_dtype": "fp8"}, 1, "torch_dtype"),
         ({"torch_dtype": "int4"}, 1, "torch_dtype"),
         ({"num_key_value_heads": 5}, 1, "num_key_value_heads"),
@@ -91,6 +102,6 @@ def test_sequences_are_limited_to_full_attention() -> None:
     ],
 )  # fmt: skip
 def test_models_that_cannot_be_timed_are_refused(changed: dict[str, Any], devices: int, error: str) -> None:
-    """Other architectures, quantized weights, experts, and devices that cannot share."""
+    """Other architectures, quantized weights, experts without a size, and devices that cannot share."""
     with pytest.raises(ValueError, match=error):
         share_of({**LLAMA_8B, **changed}, tensor_parallel=devices)

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from predictor.fitting.gpus import GPUS
 from predictor.fitting.iteration_table import (
     fit_iteration_table,
     fit_prefill_attention,
@@ -17,7 +18,7 @@ from predictor.fitting.iteration_table import (
     with_attention,
 )
 from predictor.fitting.kernel_tables import fit_kernel_tables, kernel_table_profile, read_kernel_tables
-from predictor.fitting.roofline import GPUS, ModelShape
+from predictor.fitting.model_shape import ModelShape
 from predictor.fitting.vidur_tables import (
     PER_LAYER,
     PER_STEP,

@@ -27,7 +27,7 @@ def test_a_model_without_measurements_gets_a_roofline_estimate(tmp_path: Path) -
     made = tmp_path / "made.json"
     done = block("profile", "fit", "roofline", str(tmp_path / "config.json"), "--gpu", "H100", "-o", str(made))
     assert done.returncode == 0
-    assert "estimated from data sheets, not measured" in done.stdout
+    assert "estimated, not measured: on" in done.stdout
     line = '{"prompt_tokens": 100, "output_tokens": 10}'
     replayed = block("replay", "-", "--profile", str(made), "--json", stdin=line)
     assert 0.001 < json.loads(replayed.stdout)["summary"]["tpot_s"]["p50"] < 0.1
@@ -55,6 +55,11 @@ def test_measured_steps_make_a_profile(tmp_path: Path) -> None:
         (CONFIG, ("--gpu", "H100", "--tensor-parallel", "0"), "tensor_parallel"),
         ({**CONFIG, "hidden_size": -1}, ("--gpu", "H100"), "hidden_size"),
         ({}, ("--gpu", "H100"), "num_attention_heads: missing"),
+        ({**CONFIG, "model_type": "qwen3_moe"}, ("--gpu", "H100"), "num_experts: missing"),
+        ({**CONFIG, "num_experts": 8}, ("--gpu", "H100"), "num_experts_per_tok: missing"),
+        ({**CONFIG, "quantization_config": {"quant_method": "awq"}}, ("--gpu", "H100"), "quantization_config.bits"),
+        (CONFIG, ("--gpu", "H100", "--kv-cache-dtype", "int2"), "kv_cache_dtype"),
+        (CONFIG, ("--gpu", "H100", "--data-parallel", "0"), "data_parallel"),
         ([], ("--gpu", "H100"), "must be an object"),
     ],
 )

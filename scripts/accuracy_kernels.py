@@ -1,0 +1,217 @@
+"""The accuracy of a profile that is composed of kernels, with a real vLLM engine and a mixture of experts.
+
+A small random model of the kind of Qwen3-30B-A3B runs on vLLM's CPU build, in one thread of vLLM's own Python. There
+its kernels are timed (vLLM's own where it has some) and its engine runs planned batches, step after step, in turns; the
+profile is composed of the mean times. All times are processor times, as other programs use the same cores. Steps of the
+same batch (tokens, decodes, prefills, contexts within a factor of 1.4) are compared by their median. What no kernel
+contains, a constant per step, is the median difference on every other batch; errors are those of the rest. A step is
+scheduling, running the model, and taking over the result.
+
+- `step_error`: of the predicted steps by batch; `prefill`, `decode`, `mixed`: of batches by what they contain.
+- `total_error`: of the time of all steps; `spread`: the median interquartile range of equal steps, over their median.
+- `cpu_ms`: the constant per step that was found; `kernel_share`: of a step's time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from predictor.fitting.kernel_plan import AttentionBatch, Reach
+from predictor.fitting.kernel_profile import Timings, UntimedCosts, fit_kernels
+from predictor.fitting.model_shard import Share, share_of
+from predictor.fitting.regression import COLUMNS, Steps, predict
+from scripts.report import report
+from scripts.vllm_steps import BLOCK_SIZE, LONGEST, NUM_BLOCKS, SEATS, STEP_TOKENS
+from services.settings import seconds_of
+
+ROOT = Path(__file__).parents[1]
+VLLM = ROOT / ".venv-vllm" / "bin" / "python"
+MIN_EQUAL = 3  # steps of a batch
+EXPERTS: Mapping[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 256, "num_hidden_layers": 8,
+    "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 768,
+    "moe_intermediate_size": 128, "num_experts": 32, "num_experts_per_tok": 4, "norm_topk_prob": True,
+    "decoder_sparse_step": 1, "mlp_only_layers": [], "rms_norm_eps": 1e-6, "hidden_act": "silu",
+}  # fmt: skip
+
+
+def main() -> None:
+    """Measure, and print a table or one JSON object."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--rounds", type=int, default=2, help="runs of the engine, each between timings of kernels")
+    parser.add_argument("--budget", default="120s", help="time of each timing of kernels")
+    parser.add_argument("--engine-budget", default="20s", help="processor time of each run's batches")
+    parser.add_argument("--vllm", default=os.environ.get("BLOCK_VLLM_PYTHON", str(VLLM)), help="Python that has vLLM")
+    parser.add_argument("--time", metavar="CONFIG", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.time:
+        print(json.dumps(timed_here(arguments.time, seconds_of(arguments.budget, "budget"))))
+        return
+    if not Path(arguments.vllm).exists():
+        sys.exit(f"accuracy_kernels: there is no vLLM at {arguments.vllm}: `make vllm`, or set BLOCK_VLLM_PYTHON")
+    from tests.deploy.engines import tiny_model  # not in vLLM's Python, which has no pytest
+
+    with tempfile.TemporaryDirectory() as folder:
+        model = tiny_model(Path(folder) / "model", **EXPERTS)
+        engine_s = str(seconds_of(arguments.engine_budget, "engine_budget"))
+        timings, rows = [timed_by_vllm(arguments, model)], []
+        for _ in range(arguments.rounds):
+            rows += by_vllm(arguments, "vllm_steps.py", str(model), engine_s)
+            timings.append(timed_by_vllm(arguments, model))
+        steps = Steps(**dict(zip(COLUMNS, np.array(rows).T, strict=True)))
+        results = compared(timings, share_at(model), steps)
+    report("accuracy_kernels", results, as_json=arguments.json)
+
+
+def timed_here(model: str, budget_s: float) -> dict[str, Any]:
+    """Time the kernels in this process."""
+    import torch
+
+    torch.set_num_threads(1)
+    from services.profiling.kernel_timing import TimingOptions, time_kernels
+    from services.profiling.torch_device import CpuStopwatch
+
+    reach = Reach(
+        max_num_seqs=SEATS,
+        max_num_batched_tokens=STEP_TOKENS,
+        max_model_len=LONGEST,
+        kv_tokens=NUM_BLOCKS * BLOCK_SIZE,
+    )
+    options = TimingOptions(share=share_at(Path(model)), reach=reach, device=torch.device("cpu"), budget_s=budget_s)
+    timed = time_kernels(options, lambda _: None, lambda _, sample_s: CpuStopwatch(sample_s, clock=time.thread_time))
+    return {
+        "attention_by": timed.attention,
+        "dense": timed.timings.dense,
+        "head": timed.timings.head,
+        "attention": [[asdict(batch), seconds] for batch, seconds in timed.timings.attention.items()],
+    }
+
+
+def timed_by_vllm(arguments: argparse.Namespace, model: Path) -> Timings:
+    """Time the kernels by vLLM's Python."""
+    found = by_vllm(arguments, Path(__file__).name, "--time", str(model), "--budget", arguments.budget)
+    return Timings(
+        dense={name: {int(count): one for count, one in times.items()} for name, times in found["dense"].items()},
+        head={int(count): one for count, one in found["head"].items()},
+        attention={AttentionBatch(**batch): one for batch, one in found["attention"]},
+    )
+
+
+def by_vllm(arguments: argparse.Namespace, script: str, *words: str) -> Any:
+    """Run a script in vLLM's Python, and return its result."""
+    words = (arguments.vllm, str(Path(__file__).with_name(script)), *words)
+    done = subprocess.run(words, capture_output=True, text=True, check=False, env=environment())
+    if done.returncode:
+        sys.exit(f"accuracy_kernels: vLLM's Python failed: {done.stderr[-800:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def environment() -> dict[str, str]:
+    """Return the environment of one thread."""
+    return {
+        **os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    }  # fmt: skip
+
+
+def compared(timings: Sequence[Timings], share: Share, steps: Steps) -> list[dict[str, Any]]:
+    """Return the errors of the composed profile on the engine's steps."""
+    step_time, _, _ = fit_kernels(mean_of(timings), share, UntimedCosts())
+    kernels_s = predict(step_time, steps)
+    batches = equal_batches(steps)
+    measured_s, predicted_s = (
+        np.array([np.median(each[one]) for one in batches]) for each in (steps.seconds, kernels_s)
+    )
+    spreads = [
+        np.subtract(*np.percentile(steps.seconds[one], [75, 25])) / np.median(steps.seconds[one]) for one in batches
+    ]
+    other = np.arange(len(batches)) % 2 == 1
+    constant_s = float(np.median((measured_s - predicted_s)[other]))
+    errors = (predicted_s + constant_s) / measured_s - 1
+    total = (kernels_s.sum() + constant_s * len(steps)) / steps.seconds.sum() - 1
+    results = [
+        row("cpu_ms", 1e3 * constant_s, "ms", int(other.sum())),
+        row("kernel_share", kernels_s.sum() / steps.seconds.sum(), "ratio", len(steps)),
+        row("total_error", total, "ratio", len(steps)),
+        row("spread", float(np.median(spreads)), "ratio", len(batches)),
+    ]
+    first = [one[0] for one in batches]
+    has_prefill, has_decode = steps.num_prefills[first] > 0, steps.num_decodes[first] > 0
+    kinds = {
+        "all": has_prefill | has_decode,
+        "prefill": has_prefill & ~has_decode,
+        "decode": has_decode & ~has_prefill,
+        "mixed": has_prefill & has_decode,
+    }
+    for kind, of_kind in kinds.items():
+        chosen = of_kind & ~other
+        for figure, value in figures_of(errors[chosen]).items():
+            results.append(row(f"step_error.{kind}.{figure}", value, "ratio", int(chosen.sum())))
+    return results
+
+
+def equal_batches(steps: Steps) -> list[list[int]]:
+    """Group the steps of equal batches; return those of which there are enough."""
+    groups: dict[tuple[float, ...], list[int]] = {}
+    contexts = np.round(2 * np.log2(1 + steps.decode_context + np.sqrt(steps.prefill_qkv)))
+    columns = (steps.num_tokens, steps.num_decodes, steps.num_prefills, contexts)
+    for index, key in enumerate(zip(*columns, strict=True)):
+        groups.setdefault(key, []).append(index)
+    return [one for one in groups.values() if len(one) >= MIN_EQUAL]
+
+
+def row(name: str, value: float, unit: str, count: int) -> dict[str, Any]:
+    """Return a result."""
+    return {"name": name, "value": float(value), "unit": unit, "n": count}
+
+
+def figures_of(errors: np.ndarray) -> dict[str, float]:
+    """Return mean, median and 90th percentile of absolute errors, and the median of signed ones."""
+    if not len(errors):
+        return {}
+    sizes = np.abs(errors)
+    return {
+        "mean": float(sizes.mean()),
+        "median": float(np.median(sizes)),
+        "p90": float(np.percentile(sizes, 90)),
+        "bias": float(np.median(errors)),
+    }
+
+
+def mean_of(timings: Sequence[Timings]) -> Timings:
+    """Return the mean times of the kernels that every timing has."""
+    first = timings[0]
+
+    def mean(each: Sequence[Mapping[Any, float]]) -> dict[Any, float]:
+        return {key: float(np.mean([one[key] for one in each])) for key in each[0] if all(key in one for one in each)}
+
+    return Timings(
+        dense={name: mean([one.dense[name] for one in timings]) for name in first.dense},
+        head=mean([one.head for one in timings]),
+        attention=mean([one.attention for one in timings]),
+    )
+
+
+def share_at(model: Path) -> Share:
+    """Return the model as one device holds it."""
+    return share_of(json.loads((model / "config.json").read_text(encoding="utf-8")))
+
+
+if __name__ == "__main__":
+    main()
