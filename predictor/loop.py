@@ -13,10 +13,27 @@ import numpy as np
 from predictor import blocks, estimator, queues, remote_kv, steps
 from predictor.batching import fill
 from predictor.compiled import inner_kernel, kernel, small_kernel
-from predictor.state import FINISHED, State
-from predictor.step_time import DECODE_REGION, count_measured, decode_slope, step_seconds, steps_in_line
+from predictor.state import FINISHED, PLAIN_LAYOUT, State
+from predictor.step_time import (
+    ALONE,
+    CONSTANT,
+    DECODE_REGION,
+    DECODE_WAIT,
+    KNOTS,
+    NUM_KNOTS,
+    SAMPLED,
+    Costs,
+    context_seconds,
+    count_measured,
+    decode_slope,
+    step_seconds,
+    steps_in_line,
+)
 
 TAIL_OF_QUEUE = -2  # watched: stop before a step that could admit a request behind all that wait now
+
+# When a run ends early: as soon as certainly no setback follows, or also at the next setback.
+NEVER, WHEN_KEPT, AT_SETBACK = range(3)
 
 
 def loop_with(schedule: Callable[[State], bool]) -> Callable[[State, float, int, int], None]:
@@ -51,16 +68,17 @@ def reach_plan(state: State, until_s: float, last_step: int, watched: int) -> bo
     while engine.num_steps < last_step:
         remote_kv.absorb_transfers(state)
         queues.absorb_arrivals(state)
-        if watched >= 0 and state.requests[watched].status == FINISHED:
+        if is_over(state, watched):
             return False
         has_room = engine.num_in_flight < engine.pipeline_depth
         if watched == TAIL_OF_QUEUE and has_room and not has_tail_ahead(state):
             return False  # a request at the tail would be in the step that is planned here
         unfinished = engine.num_running + engine.num_waiting
         if unfinished > 0 and not engine.stuck and has_room:
-            if engine.now_s > until_s:
+            repeats = engine.steady and engine.num_in_flight == engine.pipeline_depth - 1
+            if engine.now_s > until_s or (repeats and is_kept_for_good(state)):
                 return False
-            if engine.steady and engine.num_in_flight == engine.pipeline_depth - 1:
+            if repeats:
                 num_repeats = min(count_repeats(state, until_s), last_step - engine.num_steps)
                 if num_repeats > 0:
                     repeat(state, num_repeats)
@@ -77,6 +95,22 @@ def reach_plan(state: State, until_s: float, last_step: int, watched: int) -> bo
                 return False
             engine.now_s = max(engine.now_s, next_s)
     return False
+
+
+@small_kernel
+def is_over(state: State, watched: int) -> bool:
+    """Return whether the watched request has ended, or there was a setback in a run that ends at the first."""
+    if state.engine[0].stops == AT_SETBACK and state.engine[0].num_setbacks > 0:
+        return True
+    return bool(watched >= 0 and state.requests[watched].status == FINISHED)
+
+
+@small_kernel
+def is_kept_for_good(state: State) -> bool:
+    """Note whether certainly no setback follows the steady steps that are to come, in a run that ends there."""
+    if state.engine[0].stops != NEVER and keeps_all(state):
+        state.engine[0].is_kept = 1
+    return bool(state.engine[0].is_kept)
 
 
 @small_kernel
@@ -217,6 +251,107 @@ def _blocks_needed(state: State, num_repeats: int) -> int:
 
 
 @kernel
+def keeps_all(state: State) -> bool:
+    """Return whether the steady decode steps certainly go on to the end without a preemption or a missed deadline.
+
+    That is so if the KV blocks of all complete responses fit, and if a step as long as any to come is within each TPOT
+    target. Requests that have missed a deadline count no more.
+    """
+    engine = state.engine[0]
+    if engine.num_waiting + engine.num_pending + engine.num_transfers > 0 or engine.kv_layout != PLAIN_LAYOUT:
+        return False
+    if engine.steady_limit_s < np.inf:
+        return False
+    longest_rest = 0
+    for position in range(engine.num_running):
+        request = state.requests[state.running[position]]
+        if request.output_tokens == 0:
+            return False
+        longest_rest = max(longest_rest, request.final_tokens - request.output_tokens)
+    if _blocks_needed_at_end(state) > engine.num_free_blocks - engine.decode_reserve:
+        return False
+    start_s = engine.now_s
+    if engine.num_in_flight > 0:
+        start_s = max(start_s, state.steps[engine.oldest].end_s)
+    step_s = _longest_step_s(state, longest_rest)
+    longest_rest = 0  # of requests that such a step could make late
+    for position in range(engine.num_running):
+        slot = state.running[position]
+        if not _keeps_with(state, slot, start_s, step_s):
+            request = state.requests[slot]
+            longest_rest = max(longest_rest, request.final_tokens - request.output_tokens)
+    if longest_rest == 0:
+        return True
+    until_end_s = _longest_step_s(state, longest_rest)
+    for position in range(engine.num_running):
+        slot = state.running[position]
+        if not _keeps_with(state, slot, start_s, step_s) and not _keeps_with(state, slot, start_s, until_end_s):
+            return False
+    return True
+
+
+@small_kernel
+def _keeps_with(state: State, slot: int, start_s: float, step_s: float) -> bool:
+    """Return whether a request gets all tokens by their deadlines, if the next steps take at most `step_s` each."""
+    request, tpot_s = state.requests[slot], state.facts[slot].tpot_slo_s
+    if request.tokens_on_time < 0 or request.tokens_on_time < request.output_tokens or np.isnan(tpot_s):
+        return True  # it has no deadline to miss
+    return step_s <= tpot_s and start_s + step_s <= steps.due_s(state, slot, request.output_tokens + 1)
+
+
+@kernel
+def _blocks_needed_at_end(state: State) -> int:
+    """Return the number of blocks that the running requests take until their responses end."""
+    engine = state.engine[0]
+    needed = 0
+    for position in range(engine.num_running):
+        request = state.requests[state.running[position]]
+        tokens = request.computed_tokens + request.final_tokens - request.output_tokens
+        needed += max(0, blocks.blocks_for(tokens, engine.block_size) - request.num_blocks)
+    return needed
+
+
+@kernel
+def _longest_step_s(state: State, num_steps: int) -> float:
+    """Return how long any of the next steps takes at most, which decode the running requests or some of them."""
+    n = state.engine[0].num_running
+    context = longest = 0
+    for position in range(n):
+        request = state.requests[state.running[position]]
+        tokens = request.computed_tokens + min(num_steps, request.final_tokens - request.output_tokens)
+        context += tokens
+        longest = max(longest, tokens)
+    by_tokens = sampled = attention = 0.0
+    for num in range(1, n + 1):  # fewer sequences may take longer
+        by_tokens = max(by_tokens, state.costs.by_tokens[num])
+        sampled = max(sampled, state.costs.by_count[num, SAMPLED])
+        attention = max(attention, _longest_attention_s(state.costs, num, min(context / num, longest), longest))
+    return decode_pace(state) * (state.costs.coefficients[CONSTANT] + by_tokens + sampled + attention)
+
+
+@small_kernel
+def _longest_attention_s(costs: Costs, num_decodes: int, mean: float, longest: float) -> float:
+    """Return how long attention takes at most where contexts have a mean and a maximum up to these."""
+    share = costs.by_count[num_decodes, DECODE_WAIT]
+    seconds = _most_between_knots_s(costs, num_decodes, mean)
+    if share > 0:
+        seconds += share * (_most_between_knots_s(costs, num_decodes, longest) - seconds)
+    return seconds
+
+
+@small_kernel
+def _most_between_knots_s(costs: Costs, num_decodes: int, most: float) -> float:
+    """Return the longest attention of decodes of equal contexts up to a length: at the end, or at a knot before."""
+    seconds = context_seconds(costs, num_decodes, num_decodes * most, 0.0, ALONE, DECODE_WAIT)
+    for knot in range(int(costs.coefficients[NUM_KNOTS])):
+        context = costs.coefficients[KNOTS + knot]
+        if context < most:
+            at_knot_s = context_seconds(costs, num_decodes, num_decodes * context, 0.0, ALONE, DECODE_WAIT)
+            seconds = max(seconds, at_knot_s)
+    return seconds
+
+
+@kernel
 def _contexts(state: State) -> tuple[int, int]:
     """Return the total context of the running requests, and the longest one."""
     context, longest = 0, 0
@@ -329,6 +464,7 @@ def _count_on_time(
         engine.least_slack_s = min(engine.least_slack_s, -first_late_s)
     elif is_on_time and not is_last_late:
         engine.least_slack_s = min(engine.least_slack_s, -max(first_late_s, last_late_s))
+    engine.num_setbacks += is_on_time and (is_first_late or is_last_late)
     if not is_first_late and not is_last_late:
         return num_repeats
     on_time = num_repeats if is_first_late else 1

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from predictor.config import EngineConfig
-from predictor.fitting.calibration import Calibration, MeasuredLatencies, calibrate
+from predictor.fitting.calibration import CalibratedConstants, MeasuredLatencies, calibrate
 from predictor.fitting.constants import Calibrated, scaled
 from predictor.profile import load_profile
 from predictor.request import RequestFacts
@@ -92,7 +92,7 @@ def replay_of(
 
 
 def errors(
-    name: str, replayed: MeasuredLatencies, truth: MeasuredLatencies, chosen: np.ndarray, found: Calibration
+    name: str, replayed: MeasuredLatencies, truth: MeasuredLatencies, chosen: np.ndarray, found: CalibratedConstants
 ) -> Iterator[dict[str, Any]]:
     """Yield the median relative error of each time."""
     for metric, actual in truth.where(chosen).metrics().items():

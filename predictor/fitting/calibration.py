@@ -98,7 +98,7 @@ class ConstantEstimate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Calibration:
+class CalibratedConstants:
     """A calibrated step time, its constants, and mean relative errors on requests of the window that were held out.
 
     Where the new constants do not reduce that error, the old ones are kept.
@@ -176,7 +176,7 @@ def calibrate(
     compared: NDArray[np.bool_] | None = None,
     steps: Steps | None = None,
     constants: Sequence[str] = tuple(UNITS),
-) -> Calibration:
+) -> CalibratedConstants:
     """Fit those constants that the window tells, so that replayed requests have their observed times.
 
     `replay` serves all requests, of which only those `compared` are fitted; `steps` are observed steps, if there are.
@@ -199,13 +199,15 @@ def calibrate(
     if after >= before:
         why = "is kept, as no change reduces the error of held-out requests"
         estimates = tuple(ConstantEstimate(name=name, why_not=why) for name in constants)
-        return Calibration(result=start, constants=estimates, error_before=before, error_after=before, is_kept=True)
+        return CalibratedConstants(
+            result=start, constants=estimates, error_before=before, error_after=before, is_kept=True
+        )
     reasons = {name: _why_not(system, name, list(by)) for name in constants if name not in by}
     # the same constants again, from all requests
     by = _polished(start, window, by)
     system = _linear(start, window, by, list(by), holds_out=False)
     halves = dict(zip(by, _half_widths(system, list(by)), strict=True))
-    return Calibration(
+    return CalibratedConstants(
         result=start.changed(by),
         constants=tuple(
             ConstantEstimate(name=name, why_not=reasons[name])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from predictor.config import EngineConfig
-from predictor.fitting.calibration import Calibration, MeasuredLatencies, Replay, calibrate
+from predictor.fitting.calibration import CalibratedConstants, MeasuredLatencies, Replay, calibrate
 from predictor.fitting.constants import UNITS, Calibrated, scaled
 from predictor.fitting.regression import Steps, predict
 from predictor.request import RequestFacts
@@ -58,7 +58,7 @@ def overloaded(num_blocks: int = 60) -> Replay:
     return lambda step_time: latencies_of(requests, replay(config, step_time, requests), output)
 
 
-def found_by(calibration: Calibration) -> dict[str, float]:
+def found_by(calibration: CalibratedConstants) -> dict[str, float]:
     """Return the changes of constants that are told."""
     return {one.name: one.change for one in calibration.constants if not one.why_not}
 
