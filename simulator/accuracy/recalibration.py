@@ -32,7 +32,7 @@ from simulator.accuracy.step_errors import PAUSE
 from simulator.accuracy.window import CLIENT, Array, ObservedRequest, ObservedSteps, ObservedWindow
 
 if TYPE_CHECKING:
-    from predictor.fitting.calibration import Calibration
+    from predictor.fitting.calibration import CalibratedConstants
 
 OUTSIDE_OF_STEPS = "request_s"  # only a client sees that time
 FACTOR = "factor"
@@ -76,7 +76,7 @@ def recalibrate(window: ObservedWindow, profile: Profile) -> Recalibration:
     def replayed(step_time: StepTime) -> MeasuredLatencies:
         return _latencies(replayed_times(window, requests, step_time, transit=profile.transit), requests)
 
-    def calibrated(step_time: StepTime) -> Calibration:
+    def calibrated(step_time: StepTime) -> CalibratedConstants:
         return calibrate(
             Calibrated(step_time=step_time),
             replayed,
@@ -109,7 +109,7 @@ _NOTHING = "no change reduces the error of what was held out"
 def _candidate(  # noqa: PLR0913 - what a candidate consists of
     profile: Profile,
     window: ObservedWindow,
-    found: Calibration,
+    found: CalibratedConstants,
     factors: tuple[ConstantEstimate, ...],
     error: float,
     *,
