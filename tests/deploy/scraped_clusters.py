@@ -42,6 +42,8 @@ num-gpu-blocks = 257
 [predictor]
 metrics-port = 0
 stall-s = 60.0
+profile-check-s = 15.0
+profile-check-window-s = 5.0
 [tagger]
 metrics-port = 0
 [scheduler]
