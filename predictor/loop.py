@@ -13,7 +13,7 @@ import numpy as np
 from predictor import blocks, estimator, queues, remote_kv, steps
 from predictor.batching import fill
 from predictor.compiled import inner_kernel, kernel, small_kernel
-from predictor.state import FINISHED, PLAIN_LAYOUT, State
+from predictor.state import AT_SETBACK, FINISHED, NEVER, PLAIN_LAYOUT, State
 from predictor.step_time import (
     ALONE,
     CONSTANT,
@@ -31,9 +31,6 @@ from predictor.step_time import (
 )
 
 TAIL_OF_QUEUE = -2  # watched: stop before a step that could admit a request behind all that wait now
-
-# When a run ends early: as soon as certainly no setback follows, or also at the next setback.
-NEVER, WHEN_KEPT, AT_SETBACK = range(3)
 
 
 def loop_with(schedule: Callable[[State], bool]) -> Callable[[State, float, int, int], None]:

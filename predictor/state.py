@@ -23,6 +23,9 @@ PLAIN_LAYOUT, SWAP_LAYOUT, TWO_ENDED_LAYOUT = range(len(KV_LAYOUTS))
 # A request's status. PENDING: the engine's clock has not reached its arrival.
 PENDING, WAITING, RUNNING, FINISHED = 0, 1, 2, 3
 
+# When the run of a forecast ends early: as soon as certainly no setback follows, or also at the next setback.
+NEVER, WHEN_KEPT, AT_SETBACK = range(3)
+
 SERVE_LEG, PREFILL_LEG, DECODE_LEG = range(len(LEGS))
 
 # Where a request stands whose KV blocks come from, or go to, another engine. TO_FETCH: it has no blocks yet. FETCHED,
@@ -111,7 +114,7 @@ ENGINE = np.dtype(
         ("fruitless_preemptions", "i8"),  # preemptions since a request last produced a token
         ("least_slack_s", "f8"),  # of any token so far, of requests without a late one before it, until its deadline
         ("num_setbacks", "i8"),  # first missed deadlines of requests, and preemptions
-        ("stops", "i8"),  # of a forecast, when its run ends early: `loop.NEVER`, `WHEN_KEPT` or `AT_SETBACK`
+        ("stops", "i8"),  # of a forecast, when its run ends early: `NEVER`, `WHEN_KEPT` or `AT_SETBACK`
         ("is_kept", "i8"),  # the run ended because certainly no setback follows
         ("stuck", "i8"),  # nothing changes before an arrival: no request fits, or preemptions repeat forever
     ],

@@ -17,7 +17,7 @@ from predictor.compiled import OPTIONS, kernel, small_kernel
 from predictor.engine import ANY_NUMBER, FOREVER
 from predictor.forecast import attains, read_result
 from predictor.forecast_result import ALL_KEPT
-from predictor.state import FINISHED, NONE, State, copy_into
+from predictor.state import AT_SETBACK, FINISHED, NEVER, NONE, WHEN_KEPT, State, copy_into
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -42,7 +42,7 @@ def find_verdict(
     is known only whether any is harmed.
     """
     engine = after.engine[0]
-    engine.stops = loop.AT_SETBACK
+    engine.stops = AT_SETBACK
     due_s = FOREVER
     if until == ALL_KEPT and after.requests[slot].tokens_on_time >= 0:
         due_s = after.requests[slot].arrival_s + after.facts[slot].ttft_slo_s
@@ -55,7 +55,7 @@ def find_verdict(
         if stopped == SETBACK or (stopped == ENDED and never_ends):
             if not has_alone:
                 copy_into(alone, before)
-                alone.engine[0].stops = loop.WHEN_KEPT
+                alone.engine[0].stops = WHEN_KEPT
                 loop.drive(alone, FOREVER, np.int64(ANY_NUMBER), np.int64(NONE))
                 has_alone = True
             result.others_missed = num_harmed(before, alone, after)
@@ -92,7 +92,7 @@ def run_on(state: State, slot: int, due_s: float, own_counts: bool) -> int:
 def reach_first_token(state: State, slot: int, due_s: float) -> None:
     """Run on until a request has its first token, but not beyond its deadline."""
     engine, request = state.engine[0], state.requests[slot]
-    engine.stops = loop.NEVER
+    engine.stops = NEVER
     num_steps = NONE
     while request.first_token_s < 0 and num_steps < engine.num_steps and due_s < FOREVER:
         num_steps = engine.num_steps

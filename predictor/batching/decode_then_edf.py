@@ -9,7 +9,7 @@ import numpy as np
 
 from predictor.batching import ordered
 from predictor.compiled import kernel
-from predictor.state import State
+from predictor.state import NEVER, State
 
 (FROM_FIRST_TOKEN,) = range(1)  # the options
 
@@ -28,4 +28,6 @@ def schedule(state: State) -> bool:
             rank.group = 1 if rank.due_s >= start_s else 2
         elif rank.due_s >= start_s:
             seconds = min(seconds, rank.due_s - start_s)
-    return ordered.fill_behind_decodes(state, count, engine.max_num_batched_tokens, seconds)
+    if engine.stops != NEVER:  # which deadlines are kept does not depend on the order of decodes
+        return ordered.fill_behind_decodes(state, count, engine.max_num_batched_tokens, seconds)
+    return ordered.fill(state, count, engine.max_num_batched_tokens, np.inf, seconds)
