@@ -98,7 +98,7 @@ class Cluster:
 async def running(settings: ClusterSettings, started: Callable[[str], None] | None = None) -> AsyncIterator[Cluster]:
     """Run a cluster while the block runs; `started` is called for each part that serves. StartError if one does not."""
     refuse_taken(settings.host, settings.port, "port")  # the gateway, which listens on it, starts last
-    cluster = Cluster(settings=settings, folder=_new_folder())
+    cluster = Cluster(settings=settings, folder=_new_folder(settings.folder))
     try:
         if settings.instance_range is None:
             await _start(cluster, _engines_and_tagger(cluster), started)
@@ -210,7 +210,14 @@ def _pooled(settings: ClusterSettings) -> list[str]:
     return [engine.name for engine in settings.engines if engine.kv_role]
 
 
-def _new_folder() -> Path:
+def _new_folder(name: str) -> Path:
+    if name:
+        folder = Path(name).resolve()
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            raise ValueError(f"folder: {name} exists already; name a new one") from None
+        return folder
     return Path(tempfile.mkdtemp(prefix="block-", dir=MEMORY if MEMORY.is_dir() else None))
 
 

@@ -86,6 +86,14 @@ class ClusterSettings:
         bool, "Mirror the engines from their traffic instead of reading their state; [predictor] must name the profile."
     ] = False
     port: Annotated[int, "Port of the first gateway; further gateways use any free port."] = PORTS["gateway"]
+    folder: Annotated[
+        str,
+        Option(
+            "Folder for the cluster's files, among them the state files of its engines; it is removed at the end.",
+            metavar="DIR",
+            unset="a new one in /dev/shm",
+        ),
+    ] = ""
     vllm: VllmSettings | None = None  # without, engines are emulated
     tables_file: str | None = None
     engine_flags: tuple[str, ...] = ()  # of every engine, in addition to its table
@@ -101,7 +109,7 @@ class ClusterSettings:
         self._check_numbers()
         if isinstance(self.port, bool) or not isinstance(self.port, int) or not 0 <= self.port <= 65535:
             raise ValueError(f"port: must lie between 0 and 65535, not {self.port!r}")
-        for name in ("host", "objectives"):
+        for name in ("host", "objectives", "folder"):
             if not isinstance(getattr(self, name), str):
                 raise ValueError(f"{name}: must be a text, not {getattr(self, name)!r}")
         if not isinstance(self.mirror, bool):

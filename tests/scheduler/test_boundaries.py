@@ -44,7 +44,17 @@ MODULES = {
     "scheduler.shortlist": "the shortlist",
 }
 OUTSIDE = ("services", "simulator")
-SORT_OTHER_THINGS = {"services/engine_state/snapshot.py", "simulator/workload.py"}  # blocks, and requests
+# They sort blocks, requests, times or the tokens of experts.
+SORT_OTHER_THINGS = {
+    "services/engine_state/snapshot.py",
+    "services/profiling/torch_experts.py",
+    "simulator/accuracy/online_correction.py",
+    "simulator/accuracy/request_errors.py",
+    "simulator/accuracy/window.py",
+    "simulator/run_page.py",
+    "simulator/timeline.py",
+    "simulator/workload.py",
+}
 
 
 def sources() -> list[Path]:

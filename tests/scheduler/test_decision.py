@@ -521,7 +521,8 @@ def test_where_none_is_healthy_the_fallback_needs_no_policy(name: str) -> None:
         core.instances.suspect("a")
         decision, intention = answered(core, statuses)
         assert "".join(decision.ranking()) == "dcba"
-        assert placed_at(intention) == "d"
+        # one that the policy left out before any was asked may be able to reserve
+        assert (intention.instance_id if isinstance(intention, Reserve) else placed_at(intention)) == "d"
     else:
         instances["a"].is_draining, instances["e"].reported_state = True, "down"
         for instance in "bcd":

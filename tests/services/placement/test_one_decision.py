@@ -398,6 +398,7 @@ def simulate(script: Script) -> list[tuple[str, float]]:
             "gain_before": [one.gain_before for one in forecasts],
             "gain_after": [one.gain_after for one in forecasts],
             "least_slack_s": [one.least_slack_s for one in forecasts],
+            "predicted_unmeasured": [one.unmeasured for one in forecasts],
         }
         assert columns.keys() == FORECAST_FIELDS.keys()
         read = {name for part in self.schedulers[0].policy.parts for name in part.forecast_fields}
