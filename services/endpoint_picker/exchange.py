@@ -144,7 +144,9 @@ class Exchange:
         if pick.models is not None:
             of_client, of_engine = pick.models
             self._names = ModelNames(of_client=of_client, of_engine=of_engine)
-        return self._chosen(pick, request)
+        responses = self._chosen(pick, request)
+        self._request, pick.body = replace(request, body=None), None  # a response may take minutes
+        return responses
 
     def _chosen(self, pick: Pick, request: HttpRequest) -> Responses:
         common = wire.CommonResponse(

@@ -285,7 +285,7 @@ class Picker:
                 endpoints=self.endpoints,
                 metrics=self.metrics,
                 sizes=self._prompts.sizes,
-                openai=openai,
+                openai=replace(openai, prompt=b"", token_ids=(), conversation=None, xargs=None),  # what has its size
                 request=message,
                 decision=decision,
                 arrived_s=request.arrived_s,

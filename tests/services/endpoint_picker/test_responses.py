@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
+import tracemalloc
 
 import pytest
 
 from protos.block.v1 import common_pb2
+from protos.envoy.v3 import external_processor_pb2 as wire
+from services.endpoint_picker.exchange import Exchange
 from tests.services.endpoint_picker.running import (
+    MODEL,
     NONE,
     Picking,
     Proxy,
     chosen,
     completion,
     head,
+    header_map,
     picking,
     set_headers,
 )
@@ -235,5 +241,28 @@ def test_legs_go_to_two_instances() -> None:
             await one.respond_body(event("Hi", "stop") + DONE)
             await one.read()
             await until(lambda: not any(sidecar.held for sidecar in here.sidecars))
+
+    run(test)
+
+
+def test_no_body_is_kept_while_the_response_is_awaited() -> None:
+    """Thousands of responses can be under way, each for minutes."""
+
+    async def test() -> None:
+        async with picking(completes) as one:
+            headers = wire.HttpHeaders(headers=header_map(head("/v1/chat/completions")))
+            whole = json.dumps({"model": MODEL, "messages": [{"role": "user", "content": 4_000_000 * "x"}]}).encode()
+            body = wire.HttpBody(body=whole, end_of_stream=True)
+            exchange = Exchange(one.running.picker)
+            tracemalloc.start()
+            try:
+                assert exchange.receive(wire.ProcessingRequest(request_headers=headers)) == []
+                assert exchange.receive(wire.ProcessingRequest(request_body=body)) is None
+                assert sum(response.ByteSize() for response in await exchange.place()) > 4_000_000
+                num_bytes, _ = tracemalloc.get_traced_memory()
+            finally:
+                tracemalloc.stop()
+                exchange.close()
+            assert num_bytes < 1_000_000
 
     run(test)
