@@ -35,7 +35,7 @@ class InferencePool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pod:
-    """What makes instances of a pod. `declared_ports` are those that its containers name, which may be none."""
+    """What makes instances of a pod. `declared_ports` are those that its containers name; none if one names none."""
 
     name: str
     address: str
@@ -62,7 +62,9 @@ def pod_from(item: Object) -> Pod:
     """Read a pod."""
     metadata, status, spec = item["metadata"], item.get("status") or {}, item.get("spec") or {}
     conditions = {one.get("type"): one.get("status") for one in status.get("conditions") or ()}
-    containers = [*(spec.get("containers") or ()), *(spec.get("initContainers") or ())]
+    containers = spec.get("containers") or ()
+    is_declared = all(container.get("ports") for container in containers)  # else the engine may be one without any
+    containers = [*containers, *(spec.get("initContainers") or ())] if is_declared else ()
     return Pod(
         name=metadata["name"],
         address=status.get("podIP") or "",

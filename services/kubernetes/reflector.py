@@ -11,7 +11,7 @@ from contextlib import aclosing
 from typing import Generic, TypeVar
 
 from scheduler.backoff import Backoff
-from services.kubernetes.api import GONE, NOT_FOUND, PAGE_ITEMS, KubernetesApi, KubernetesError, Object, Resource
+from services.kubernetes.api import GONE, NOT_FOUND, PAGE_ITEMS, TOO_MANY, KubernetesApi, KubernetesError, Object, Resource
 from services.logs import log_event
 
 T = TypeVar("T")
@@ -48,6 +48,7 @@ class Reflector(Generic[T]):
         self._api, self._keep, self._changed = api, keep, changed
         self._optional = optional
         self._version = ""
+        self._logged = ""  # the problem that the log has
         self._backoff = Backoff(first_s=FIRST_PAUSE_S, max_s=LONGEST_PAUSE_S, random=random.random)
 
     async def run(self) -> None:
@@ -99,11 +100,12 @@ class Reflector(Generic[T]):
                 if kind == "ERROR":
                     code = item.get("code")
                     call = f"watch {self.resource} in namespace {self.resource.namespace}"
+                    self._version = ""  # whatever the error is, only a list is known to help
                     raise KubernetesError(call, code if isinstance(code, int) else 0, str(item.get("message") or ""))
                 had_events = True
                 self._take(str(kind), item)
-                self.problem = ""
-        self.problem = ""
+                self.problem = self._logged = ""
+        self.problem = self._logged = ""
         return had_events
 
     def _take(self, kind: str, item: Object) -> None:
@@ -147,8 +149,11 @@ class Reflector(Generic[T]):
             log_event(log, logging.INFO, "version is gone, listing again", kind=str(self.resource))
         elif failure is not None:
             pause_s = max(pause_s, failure.retry_after_s)
-            if str(failure) != self.problem:
-                self.problem = str(failure)
+            if 400 <= failure.status < 500 and failure.status != TOO_MANY:
+                self._version = ""  # without a watch that the server accepts, lists keep the copy up to date
+            self.problem = str(failure)
+            if self.problem != self._logged:
+                self._logged = self.problem
                 log_event(log, logging.WARNING, "discovery is interrupted", reason=self.problem, retry_in_s=pause_s)
                 self._changed()
         await asyncio.sleep(pause_s)

@@ -394,6 +394,28 @@ def test_a_missing_permission_is_named(
     run(test)
 
 
+@pytest.mark.parametrize("status", [400, 403, 404])
+def test_lists_replace_a_watch_that_is_refused(status: int, caplog: pytest.LogCaptureFixture) -> None:
+    """No pod stays an instance that is no longer ready; the log says once what is refused."""
+    caplog.set_level(logging.WARNING)
+
+    async def test() -> None:
+        kube = cluster(pod("a", "10.0.0.1"), pod("b", "10.0.0.2"), failing={("watch", "pods"): status})
+        with api_server(kube) as url:
+            async with following(url) as found:
+                await found.until("a", "b")
+                kube.put(PODS, pod("a", "10.0.0.1", ready=False))
+                await found.until("b")
+                kube.put(PODS, pod("a", "10.0.0.1"))
+                await found.until("a", "b")
+                assert logged(caplog).count("cannot watch pods in namespace llm") == 1
+                kube.set(failing={})
+                kube.delete(PODS, "b")
+                await found.until("a")
+
+    run(test)
+
+
 def test_a_cluster_without_the_resource_is_named() -> None:
     """The custom resource may be installed later."""
 

@@ -42,6 +42,14 @@ def test_a_pod_that_cannot_serve_is_none(item: dict[str, Any]) -> None:
     assert instances(item) == ()
 
 
+def test_a_container_without_ports_may_listen_on_any() -> None:
+    """Kubernetes does not ask containers to declare theirs; a sidecar that does says nothing of the engine's."""
+    item = pod("a", "10.0.0.7", ports=())
+    assert [one.engine_url for one in instances(item)] == ["http://10.0.0.7:8000"]
+    with pytest.raises(ValueError, match="the pod has none of them, but 8000,50052"):
+        instances(pod("a", "10.0.0.7"), (8001,))
+
+
 def test_each_port_is_an_instance() -> None:
     """A rank is the place of its port in the pool, also where an annotation leaves other ports out."""
     item = pod("vllm-0", "10.0.0.7", ports=(8000, 8001, 8002))
