@@ -432,6 +432,7 @@ def test_envoy_accepts_its_configuration(tmp_path: Path) -> None:
         (merged(LABELS, {"provisioner": {"enabled": True, "target": "pod/x"}}), "target"),
         (merged(LABELS, {"mode": "standalone", "router": {"inferenceObjectives": [{"name": "a"}]}}), "need mode gateway-api"),
         (merged(LABELS, {"engines": [{"name": "a"}]}), "model"),
+        (merged(LABELS, {"preStopSeconds": 0}), "preStopSeconds"),  # Kubernetes 1.30 refuses such a pod
         (
             merged(LABELS, TWO_PORTS,
                    {"engines": [{"name": "a", "model": "m", "profile": "p", "state": "mirror"}]}),
@@ -449,6 +450,44 @@ def test_bad_values_are_refused_by_name(values: dict[str, Any], named: str) -> N
     done = helm("template", "chat", str(CHART), values=values)
     assert done.returncode != 0
     assert named in done.stderr
+
+
+def test_texts_that_look_like_numbers_stay_texts() -> None:
+    """Names and labels are texts for Kubernetes; flags have whole numbers as programs read them."""
+    values = {
+        "router": {"epp": {"flags": {"seed": 12345678, "deadline-margin-s": 0.25}, "certSecret": "7"}},
+        "engines": [{"name": "a", "model": "m", "profile": "p", "tier": "1"}], "nameOverride": "12",
+    }  # fmt: skip
+    done = helm("template", "34", str(CHART), values=merged(LABELS, values))
+    assert done.returncode == 0, done.stderr
+    items = list(filter(None, yaml.safe_load_all(done.stdout)))
+    picker, engine = (of_kind(items, "Deployment")[f"34-12-{part}"] for part in ("picker", "engine-a"))
+    labels = engine["spec"]["template"]["metadata"]["labels"]
+    assert all(isinstance(value, str) for value in labels.values()), labels
+    assert labels["block-serving/tier"] == "1"
+    (pool_name,) = of_kind(items, "InferencePool")
+    assert pool_name == "34"
+    volumes = picker["spec"]["template"]["spec"]["volumes"]
+    assert {"name": "certificate", "secret": {"secretName": "7"}} in volumes
+    (own,) = picker["spec"]["template"]["spec"]["containers"]
+    assert {"--seed=12345678", "--deadline-margin-s=0.25"} <= set(own["args"])
+
+
+def test_no_value_is_there_twice() -> None:
+    """Of two values of one name, Helm reads the last one."""
+
+    def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        assert len(dict(pairs)) == len(pairs), [name for name, _ in pairs]
+        return dict(pairs)
+
+    json.loads((CHART / "values.schema.json").read_text(), object_pairs_hook=distinct)
+    node = yaml.compose((CHART / "values.yaml").read_text())
+    nodes = [node]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, yaml.MappingNode):
+            distinct([(key.value, value) for key, value in node.value])
+            nodes += [value for _, value in node.value]
 
 
 def test_the_values_in_the_manual_render() -> None:

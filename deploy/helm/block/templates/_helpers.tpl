@@ -50,8 +50,8 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | quote }}
 {{- end -}}
 
 {{- define "block.selectorLabels" -}}
-app.kubernetes.io/name: {{ default .root.Chart.Name .root.Values.nameOverride }}
-app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/name: {{ default .root.Chart.Name .root.Values.nameOverride | quote }}
+app.kubernetes.io/instance: {{ .root.Release.Name | quote }}
 app.kubernetes.io/component: {{ .part }}
 {{- end -}}
 
@@ -60,16 +60,17 @@ app.kubernetes.io/component: {{ .part }}
 {{- range $name, $value := . }}
 {{- if kindIs "bool" $value }}
 - {{ ternary (printf "--%s" $name) (printf "--no-%s" $name) $value }}
-{{- else if kindIs "slice" $value }}
-{{- range $value }}
-- {{ printf "--%s=%v" $name . | quote }}
-{{- end }}
-{{- else if kindIs "float64" $value }}
-- {{ printf "--%s=%s" $name (toString $value) | quote }}
 {{- else }}
-- {{ printf "--%s=%v" $name $value | quote }}
+{{- range (kindIs "slice" $value | ternary $value (list $value)) }}
+- {{ printf "--%s=%s" $name (include "block.text" .) | quote }}
 {{- end }}
 {{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* A value as a text: Helm reads whole numbers as floating-point ones, which it writes as 1e+06 from a million on. */}}
+{{- define "block.text" -}}
+{{- if not (kindIs "float64" .) -}}{{ . }}{{- else if eq (floor .) . -}}{{ printf "%.0f" . }}{{- else -}}{{ . }}{{- end -}}
 {{- end -}}
 
 {{- define "block.selector" -}}
