@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from urllib.parse import unquote_to_bytes
 from uuid import uuid4
 
 from protos.block.v1 import common_pb2
@@ -22,7 +23,7 @@ from services.explanations import decision_headers
 from services.http.application import REQUEST_ID
 from services.http.client import Headers
 from services.http.errors import ApiError
-from services.http.openai_body import OpenAIRequest, read_body
+from services.http.openai_body import OpenAIRequest, names_kv_blocks, read_body
 from services.http.prompt_tokens import PromptTokens
 from services.http.request_facts import READ, body_to_pass, read_headers, request_id_of, request_message
 from services.logs import log_event
@@ -36,6 +37,7 @@ log = logging.getLogger(__name__)
 
 COMPLETIONS = {b"/v1/completions": False, b"/v1/chat/completions": True}  # and whether they are chats
 POST = b"POST"
+KV_TRANSFER_REFUSED = "kv_transfer_params: clients may not set it here"
 
 MODEL = b"x-gateway-model-name"  # that an earlier filter of the proxy read from the body
 REWRITE = (b"x-llm-d-model-name-rewrite", b"x-gateway-model-name-rewrite")
@@ -188,11 +190,13 @@ class Picker:
         if len(excluded) == len(self.endpoints):
             why = "none of the endpoints that the proxy allows is known" if len(self.endpoints) else "none is known"
             raise NoInstanceError(f"no endpoint can take the request: {why}")
-        path = request.header(b":path").partition(b"?")[0]
+        path = unquote_to_bytes(request.header(b":path").partition(b"?")[0])  # as engines read it
         if path in COMPLETIONS and request.header(b":method") == POST:
             if request.body is not None:
                 return await self._place(request, excluded, chat=COMPLETIONS[path]), PLACED
             return await self._place_by_headers(request, excluded), BY_HEADERS
+        if request.body and not self.settings.allow_kv_transfer_params and names_kv_blocks(request.body):
+            raise ValueError(KV_TRANSFER_REFUSED)
         return await self._place_anywhere(request, excluded), ANY
 
     # Completions.
@@ -201,7 +205,7 @@ class Picker:
         assert request.body is not None
         openai = read_body(request.body, chat=chat)
         if openai.has_kv_transfer_params and not self.settings.allow_kv_transfer_params:
-            raise ValueError("kv_transfer_params: clients may not set it here")
+            raise ValueError(KV_TRANSFER_REFUSED)
         body, models = request.body, None
         target = self._rewritten_model(request)
         if target and target != openai.model:

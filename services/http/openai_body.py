@@ -61,7 +61,7 @@ def read_body(body: bytes, *, chat: bool) -> OpenAIRequest:
     limit = _count(data, "max_completion_tokens") if chat else None
     max_tokens = _count(data, "max_tokens") if limit is None else limit
     hints, xargs = _hints(data), _xargs(data)
-    names_blocks = data.get(KV_TRANSFER_PARAMS) is not None or KV_TRANSFER_PARAMS in (xargs or {})
+    names_blocks = _names_blocks(data)
     return OpenAIRequest(
         model=_model(data),
         stream=_flag(data, "stream"),
@@ -88,6 +88,20 @@ def read_body(body: bytes, *, chat: bool) -> OpenAIRequest:
         returns_token_ids=bool(data.get(IDS_FIELD)),
         has_kv_transfer_params=names_blocks,
     )
+
+
+def names_kv_blocks(body: bytes) -> bool:
+    """Return whether the body of any request has `kv_transfer_params`, in an encoding that engines read."""
+    try:
+        data = json.loads(body)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(data, dict) and _names_blocks(data)
+
+
+def _names_blocks(data: Mapping[str, Any]) -> bool:
+    xargs = data.get("vllm_xargs")
+    return data.get(KV_TRANSFER_PARAMS) is not None or (isinstance(xargs, dict) and KV_TRANSFER_PARAMS in xargs)
 
 
 def with_fields(body: bytes, fields: bytes) -> bytes:

@@ -11,7 +11,16 @@ from contextlib import aclosing
 from typing import Generic, TypeVar
 
 from scheduler.backoff import Backoff
-from services.kubernetes.api import GONE, NOT_FOUND, PAGE_ITEMS, TOO_MANY, KubernetesApi, KubernetesError, Object, Resource
+from services.kubernetes.api import (
+    GONE,
+    NOT_FOUND,
+    PAGE_ITEMS,
+    TOO_MANY,
+    KubernetesApi,
+    KubernetesError,
+    Object,
+    Resource,
+)
 from services.logs import log_event
 
 T = TypeVar("T")

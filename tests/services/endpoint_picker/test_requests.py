@@ -350,3 +350,30 @@ def test_without_the_test_mode_nobody_chooses_by_a_header() -> None:
             assert chosen(one.received[0])[0] == here.endpoints[0]
 
     run(test)
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages", "/v1/%63ompletions", "/v1/chat/completions"])
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16"])
+def test_no_request_names_kv_blocks_of_others(path: str, encoding: str) -> None:
+    """Whatever its path and its form, where engines read it."""
+
+    async def test() -> None:
+        body = (
+            completion(messages=[], input="x", kv_transfer_params={"remote_block_ids": [1]}).decode().encode(encoding)
+        )
+        async with picking(completes) as here:
+            status, _, _ = refusal(await ask(here, head(path), body=body))
+            assert status == 400
+
+    run(test)
+
+
+def test_an_escaped_path_is_that_of_a_completion() -> None:
+    """Engines serve it as one, so it is placed as one."""
+
+    async def test() -> None:
+        async with picking(completes) as here:
+            chosen((await ask(here, head("/v1/%63ompletions?x=1"))).received[0])
+            assert here.metric("block_picker_picks_total", how="placed") == 1
+
+    run(test)
