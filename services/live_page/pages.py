@@ -47,7 +47,7 @@ SAFE: Headers = [
 EVENTS: Headers = [(b"content-type", b"text/event-stream"), (b"x-content-type-options", b"nosniff"),
                    (b"cache-control", b"no-store")]  # fmt: skip
 SILENT_S = 1.0  # after which a comment is sent, and the end of the server noticed
-MAX_BODY = 1024
+STUCK_S = 10.0  # after which a page that takes no bytes is left
 
 
 class FrameReader(Protocol):
@@ -110,12 +110,12 @@ class LivePage:
                 while not self._is_draining():
                     await asyncio.wait([coming], timeout=SILENT_S)
                     if not coming.done():
-                        await call.write(b":\n\n")
+                        await _written(call, b":\n\n")
                         continue
                     frame = coming.result()
                     if frame is None:
                         break
-                    await call.write(b"data: " + frame + b"\n\n")
+                    await _written(call, b"data: " + frame + b"\n\n")
                     coming = asyncio.ensure_future(anext(frames, None))
             finally:
                 coming.cancel()
@@ -168,6 +168,15 @@ async def _reply_file(name: str, kind: bytes, call: Call) -> None:
 @cache
 def _file(name: str) -> bytes:
     return resources.files(__package__).joinpath("static", name).read_bytes()
+
+
+async def _written(call: Call, piece: bytes) -> None:
+    """Send a piece; ClientLeftError where the client does not read, whose place another page can have."""
+    try:
+        async with asyncio.timeout(STUCK_S):
+            await call.write(piece)
+    except TimeoutError:
+        raise ClientLeftError from None
 
 
 async def _without_body(call: Call) -> None:

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry
@@ -41,6 +42,7 @@ MAX_REPORTS_PER_S = 100  # of all instances together
 MAX_PLACED = 32  # requests in one frame
 MAX_ENDED = 512
 MAX_SHOWN = 600  # requests that a reader gets at first
+MAX_KNOWN = 4000  # whose ends are passed on; a page keeps as many
 MAX_FRAMES = 16  # that wait for a slow reader
 MAX_READERS = 16
 
@@ -240,7 +242,7 @@ class Tail(PlacementListener):
             "reset": True,
             "now": time.time(),
             "instances": [instance_record(one, now_s) for one in self._instances.handles()],
-            "placed": list(self._shown.values()),
+            "placed": list(islice(reversed(self._shown.values()), MAX_SHOWN))[::-1],
             "counters": counter_records(self._counters.collect()),
             **self._said(),
         })  # fmt: skip
@@ -252,7 +254,7 @@ class Tail(PlacementListener):
     def _show(self, record: Record) -> None:
         self._shown.pop(record["id"], None)
         self._shown[record["id"]] = record
-        if len(self._shown) > MAX_SHOWN:
+        if len(self._shown) > MAX_KNOWN:
             del self._shown[next(iter(self._shown))]
 
 

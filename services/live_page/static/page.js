@@ -95,7 +95,7 @@ class Page {
   }
 
   show() {
-    const name = this.views[location.hash.slice(1)] ? location.hash.slice(1) : "cluster";
+    const asked = location.hash.slice(1), name = Object.hasOwn(this.views, asked) ? asked : "cluster";
     if (name === this.current) return;
     if (this.current) this.views[this.current][1].unmount?.();
     this.current = name;
