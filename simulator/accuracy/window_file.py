@@ -14,7 +14,7 @@ Errors name the line and the field.
 from __future__ import annotations
 
 import json
-import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, asdict, fields
 from typing import Any
@@ -37,6 +37,7 @@ from simulator.codec import checked, plain, read_text, request_from, snapshot_fr
 WINDOW, STATE, REQUEST, STEP = "window", "state", "request", "step"
 KINDS = (WINDOW, STATE, REQUEST, STEP)
 OWN_FIELDS = ("ended", "cached_tokens", *TIMES)
+LARGEST = 1e15  # of a number in a step: whole numbers up to it are exact
 COUNTS = ("number", "num_tokens", "num_sampled", "num_decodes", "num_prefills")
 DEFAULTS = {spec.name: spec.default for spec in fields(RequestFacts) if spec.default is not MISSING}
 
@@ -146,7 +147,7 @@ class _WindowReader:
             raise ValueError("is empty; the first line of a window is its header")
         numbers = self._steps["number"]
         if len(set(numbers)) < len(numbers):
-            repeated = next(one for one in numbers if numbers.count(one) > 1)
+            repeated = Counter(numbers).most_common(1)[0][0]
             raise ValueError(f"steps: number {repeated:.0f} is there twice")
         return ObservedWindow(
             header=self._header,
@@ -200,8 +201,8 @@ def _number(name: str, line: Mapping[str, Any]) -> float:
     if name not in line:
         raise ValueError(f"{name}: is missing")
     value = line[name]
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
-        raise ValueError(f"{name}: must be a number from 0 on, not {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= LARGEST:
+        raise ValueError(f"{name}: must be a number from 0 on, at most {LARGEST:g}, not {str(value)[:40]}")
     if name in COUNTS and value != int(value):
         raise ValueError(f"{name}: must be a whole number, not {value!r}")
     return float(value)

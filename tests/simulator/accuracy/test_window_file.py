@@ -28,6 +28,7 @@ ENGINE = loaded_engine(CONFIG, A30.step_time, SERVED)
 ENGINE.next_step()
 WHOLE = replace(WINDOW, state=replace(snapshot_of(ENGINE, 1.0), reserved=()))
 LINES = list(window_lines(WHOLE))
+HUGE = 10**400  # which no floating-point number holds
 HEADER, STATE, REQUEST, STEP = 0, 1, 2, 2 + len(SERVED)
 
 
@@ -108,6 +109,9 @@ REFUSED: list[tuple[Callable[[], list[str]], str]] = [
     (changed(STEP, num_tokens=1.5), f"w:{STEP + 1}: num_tokens: must be a whole number"),
     (changed(STEP, num_decodes=10**6), f"w:{STEP + 1}: num_tokens: are fewer than"),
     (changed(STEP, num_decodes=True), f"w:{STEP + 1}: num_decodes: must be a number"),
+    (changed(STEP, number=HUGE), f"w:{STEP + 1}: number: must be a number from 0 on, at most 1e+15"),
+    (changed(STEP, seconds=HUGE), f"w:{STEP + 1}: seconds: must be a number from 0 on, at most 1e+15"),
+    (changed(REQUEST, last_token_s=HUGE), "w:3: last_token_s: must be a time or null"),
 ]  # fmt: skip
 
 
