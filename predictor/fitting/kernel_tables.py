@@ -313,7 +313,10 @@ def _lines(path: Path, needed: Sequence[str]) -> Iterator[tuple[int, dict[str, s
         for name in needed:
             if name not in (reader.fieldnames or ()):
                 raise ValueError(f"{path.name}: {name}: the column is missing")
-        yield from enumerate(reader, start=2)
+        try:
+            yield from enumerate(reader, start=2)
+        except csv.Error as error:
+            raise ValueError(f"{path.name} line {reader.line_num + 1}: cannot be read: {error}") from None
 
 
 def _number(path: Path, line: int, name: str, text: str | None) -> float:

@@ -116,6 +116,8 @@ def _num_expert_layers(config: Config, layers: int) -> int:
     )
     step = _whole(config, "decoder_sparse_step", 1) or 1
     dense = config.get("mlp_only_layers") or []
+    if not isinstance(dense, list):
+        raise ValueError(f"mlp_only_layers: must be a list of layers, not {str(dense)[:40]!r}")
     if first > layers:
         raise ValueError(f"first_k_dense_replace: {first} is more than num_hidden_layers {layers}")
     if config.get("interleave_moe_layer_step") is not None:

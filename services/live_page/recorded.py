@@ -101,7 +101,7 @@ def _requests(path: str) -> dict[str, Record]:
                 if not set(names) & set(rows.fieldnames or ()):
                     raise ValueError(f"{path}: has no column {' or '.join(names)}")
             records = [_record(f"{path}:{line}", row) for line, row in enumerate(rows, 2) if row["instance"]]
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ValueError(f"{path}: cannot be read: {error}") from None
     return {record["id"]: record for record in sorted(records, key=lambda one: one["arrived"])}
 

@@ -174,6 +174,7 @@ def test_a_window_is_a_line() -> None:
         (QWEN3_30B_A3B, {"num_experts": None}, "num_experts: missing, and model_type qwen3_moe has experts"),
         (QWEN3_30B_A3B, {"num_experts_per_tok": None}, "num_experts_per_tok: missing"),
         (QWEN3_30B_A3B, {"num_experts_per_tok": 200}, "num_experts_per_tok: 200 is more than num_experts 128"),
+        (QWEN3_30B_A3B, {"mlp_only_layers": 5}, "mlp_only_layers: must be a list"),
         (QWEN3_30B_A3B, {"moe_intermediate_size": None}, "moe_intermediate_size: missing"),
         (MIXTRAL_8X7B, {"num_local_experts": None}, "num_local_experts: missing"),
         (DEEPSEEK_V3, {"kv_lora_rank": None}, "kv_lora_rank: missing"),

@@ -232,6 +232,7 @@ def test_tables_of_a_law(tmp_path: Path) -> None:
         ("dense.csv", "act_fn,64,69", None, r"^layer: act_fn has no row with count 64"),
         ("dense.csv", "act_fn,64,69", "act_fn,64,69000", r"^dense.csv: layer act_fn, tokens 64: 69000 us, but 13 and 133"),
         ("dense.csv", "act_fn,64,69", "act_fn,64,-69", r"^dense.csv line \d+: time_us: must be finite and at least 0"),
+        ("dense.csv", "act_fn,64,69", "x" * 200_000, r"^dense.csv line \d+: cannot be read: field larger"),
         ("dense.csv", "layer,tokens,time_us", "layer,tokens,ms", "^dense.csv: time_us: the column is missing"),
         (
             "attention.csv", "0,0,4,256,10.048", None,

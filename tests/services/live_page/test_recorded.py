@@ -92,6 +92,7 @@ def test_a_large_file_is_cut_with_a_note(tmp_path: Path, monkeypatch: pytest.Mon
         ("summary.json", '{"policies": []}', "is neither a recording"),
         ("other.csv", "a,b\n1,2\n", "has no column arrival_s or due_s"),
         ("bad.csv", "arrival_s,e2e_s,instance\nsoon,1,a\n", "bad.csv:2: arrival_s: must be a number, not 'soon'"),
+        ("wide.csv", f"arrival_s,e2e_s,instance\n0,1,{'x' * 200_000}\n", "cannot be read: field larger"),
         ("empty.csv", "arrival_s,e2e_s,instance\n", "has no decision"),
     ],
 )
