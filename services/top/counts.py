@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 Labels = frozenset[tuple[str, str]]
@@ -37,8 +38,10 @@ class MetricSamples:
         """Read what /metrics of each process replies; ValueError where that is something else."""
         values: dict[str, dict[Labels, float]] = {}
         for text in texts:
-            for family in text_string_to_metric_families(text):
+            for family in _families(text):
                 for sample in family.samples if family.name in READ else ():
+                    if sample.name.endswith("_bucket") and "le" not in sample.labels:
+                        raise ValueError(f"{sample.name}: has no label le")
                     of_name = values.setdefault(sample.name, {})
                     labels = frozenset(sample.labels.items())
                     of_name[labels] = of_name.get(labels, 0.0) + sample.value
@@ -48,6 +51,13 @@ class MetricSamples:
         """Add the samples of a name with these labels; None where there are none."""
         found = [value for labels, value in self.values.get(name, {}).items() if where.items() <= dict(labels).items()]
         return sum(found) if found else None
+
+
+def _families(text: str) -> Iterator[Metric]:
+    try:
+        yield from text_string_to_metric_families(text)
+    except IndexError:  # of the parser, for a line that ends early
+        raise ValueError("a line ends early") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

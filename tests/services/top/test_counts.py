@@ -64,7 +64,18 @@ def test_quantiles_and_means_of_what_came_in_between() -> None:
     assert counted([], []).mean("block_gateway_ttft_seconds") is None
 
 
-def test_what_is_no_metrics_page() -> None:
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("<html> no metrics {", "."),
+        ('a{, ="}b"} 3 1\n', "a line ends early"),
+        (
+            "# TYPE block_gateway_ttft_seconds histogram\nblock_gateway_ttft_seconds_bucket 3\n",
+            "block_gateway_ttft_seconds_bucket: has no label le",
+        ),
+    ],
+)
+def test_what_is_no_metrics_page(text: str, message: str) -> None:
     """Is refused."""
-    with pytest.raises(ValueError, match="."):
-        MetricSamples.read(["<html> no metrics {"], 0.0)
+    with pytest.raises(ValueError, match=message):
+        MetricSamples.read([text], 0.0)
