@@ -77,6 +77,7 @@ class StreamRelay:
                 return
         finally:
             self.attempt.finish(CANCELLED)  # unless it is finished already
+            self.attempt.count_end(CANCELLED)  # where the client left before another engine continued
 
     async def _pass_on(self) -> None:
         """Pass on what one engine sends, to its end."""
@@ -138,7 +139,7 @@ class StreamRelay:
                 instance_id=instance_id, why=str(error), not_continued_because=str(why),
             )  # fmt: skip
             attempt.finish(FAILED)
-            attempt.count_failed()
+            attempt.count_end(FAILED)
             attempt.count_attainment(broken=True)
             if isinstance(error, ReportedFailureError):
                 await self.call.end(error.events)

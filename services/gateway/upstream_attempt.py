@@ -174,15 +174,16 @@ class UpstreamAttempt:
         if release is not None:
             self.context.releases.put(release)
 
-    async def finish_now(self, reason: common_pb2.FinishReason.ValueType) -> None:
+    async def finish_now(self, reason: common_pb2.FinishReason.ValueType, *, counts: bool = True) -> None:
         """Finish, and wait for the release: the next decision may reserve at the same instance."""
-        release = self._end(reason)
+        release = self._end(reason, counts=counts)
         if release is not None:
             await self.context.releases.deliver(release)
 
-    def count_failed(self) -> None:
-        """Count an attempt that was to be continued, and was not."""
+    def count_end(self, reason: common_pb2.FinishReason.ValueType) -> None:
+        """Count an attempt that was to be continued, and was not, with the reason why its answer ended."""
         if self._reported is not None:
+            self._reported.finish_reason = reason
             self.metrics.ended(self._as_received(self._reported), self.incoming.spans.trace_id)
             self._reported = None
 
@@ -200,7 +201,8 @@ class UpstreamAttempt:
             if counts:
                 self.metrics.ended(self._as_received(outcome), self.incoming.spans.trace_id)
             else:
-                self._reported = outcome
+                self._reported = common_pb2.Outcome()
+                self._reported.CopyFrom(outcome)  # the release names the reason why this attempt ended
             self.incoming.spans.ended(self._as_received(outcome))
         if self._span is not None:
             self._end_span(self._span, outcome)
