@@ -126,11 +126,13 @@ def test_the_rest_is_placed_as_a_request_of_its_own() -> None:
             assert rest.request.prompt_tokens > first.request.prompt_tokens
             assert rest.request.max_tokens == NUM_TOKENS - 5
             assert 500 < rest.request.slo.ttft_s < 605
+            assert rest.request.arrival_unix_s > first.request.arrival_unix_s
             assert here.engines[1].calls[0].headers["x-request-id"] == "r-c1"
             releases = {(one.request_id, one.instance_id): one.outcome for one in await released(here, 2)}
             assert releases["r", "e0"].finish_reason == common_pb2.FINISH_REASON_FAILED
             assert releases["r-c1", "e1"].finish_reason == common_pb2.FINISH_REASON_LENGTH
             assert releases["r-c1", "e1"].output_tokens == NUM_TOKENS - 5
+            assert releases["r-c1", "e1"].finished_unix_s > releases["r", "e0"].finished_unix_s
 
     run(test)
 
