@@ -162,8 +162,11 @@ class UpstreamAttempt:
         )
 
     def rest(self) -> bytes:
-        """Return the incomplete event at the end of a stream."""
-        return self._corrected(self._reader.rest())
+        """Return the incomplete event at the end of a stream; ConnectionError where the answer is cut."""
+        rest = self._reader.rest()
+        if self._reader.is_cut():
+            raise ConnectionError("the stream ended before the answer")
+        return self._corrected(rest)
 
     def finish(self, reason: common_pb2.FinishReason.ValueType | None = None, *, counts: bool = True) -> None:
         """Keep or close the connection, release the reservation, report the outcome; only the first call counts.

@@ -110,6 +110,12 @@ class StreamReader:
             has_count=False,
         )
 
+    def is_cut(self) -> bool:
+        """Return whether an answer has begun, and no event ends it."""
+        tail = b"\n" + b"".join(self._last)[-TAIL_BYTES:]
+        has_end = _REASON.search(tail) or _ERROR.search(tail) or b"data: " + DONE in tail
+        return not has_end and b'"finish_reason"' in tail
+
     def token_times(self, marks: Iterable[tuple[int, float]], ending: Ending) -> Iterable[tuple[int, float]]:
         """Turn the numbers of lines of data at some times into numbers of tokens; the last ones may be too large.
 

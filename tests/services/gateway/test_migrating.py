@@ -89,7 +89,7 @@ async def results(here: Scene) -> dict[str, float]:
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("mode", ["token-ids", "text"])
-@pytest.mark.parametrize("then", [Call.die, reports_failure])
+@pytest.mark.parametrize("then", [Call.die, Call.end, reports_failure])
 def test_the_client_sees_one_stream(path: str, mode: str, then: Callable[[Call], Any]) -> None:
     """Its text and its usage are those of an engine that does not fail."""
 
