@@ -136,9 +136,14 @@ class RequestForwarder:
         except EngineFailedError:
             raise
         except BaseException:
-            attempt.finish(CANCELLED)
+            attempt.finish(CANCELLED, counts=self._counts)
             raise
         return attempt
+
+    @property
+    def _counts(self) -> bool:
+        """Whether metrics count attempts that bring no response; an answer that they were to continue counts once."""
+        return self.earlier is None
 
     async def _prefilled(self, destination: Destination, attempt: UpstreamAttempt) -> bool:
         """Have the prompt computed, unless the request is served whole; False where the request is refused."""
@@ -237,9 +242,9 @@ class RequestForwarder:
         )  # fmt: skip
         self.placing.exclude(instance_id)
         if instance_id == attempt.destination.instance_id:
-            attempt.finish(reason)
+            attempt.finish(reason, counts=self._counts)
         else:  # the instance may be chosen again
-            await attempt.finish_now(reason)
+            await attempt.finish_now(reason, counts=self._counts)
 
     def _may_retry(self, number: int, why: str) -> bool:
         if number >= self.context.settings.attempts or not self.context.budget.spend():
@@ -281,7 +286,7 @@ class RequestForwarder:
         )
         attempt = await follower._response()
         if not attempt.is_stream:
-            attempt.finish()
+            attempt.finish(counts=False)
             raise ApiError(BAD_GATEWAY, f"the next engine replies with status {attempt.status}")
         return attempt
 

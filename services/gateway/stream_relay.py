@@ -77,6 +77,7 @@ class StreamRelay:
                 return
         finally:
             self.attempt.finish(CANCELLED)  # unless it is finished already
+            self.attempt.count_end(CANCELLED)  # where the client left before another engine continued
 
     async def _pass_on(self) -> None:
         """Pass on what one engine sends, to its end."""
@@ -86,22 +87,30 @@ class StreamRelay:
             if events:
                 await self._write(events)
             events = await attempt.events()
-        rest = attempt.rest()
+        rest = self._passed(attempt.rest())
         attempt.finish()
         attempt.count_attainment()
-        await self.call.end(rest if self._transcript is None else self._transcript.passed(rest))
+        await self.call.end(rest)
 
     async def _write(self, events: bytes) -> None:
-        transcript = self._transcript
-        if transcript is None:
+        if self._transcript is None:
             await self.call.write(events)
             return
         cut = failure_in(events)
-        seen = transcript.passed(events if cut < 0 else events[:cut])
+        seen = self._passed(events if cut < 0 else events[:cut])
         if seen:
             await self.call.write(seen)
         if cut >= 0:
             raise ReportedFailureError(events[cut:])
+
+    def _passed(self, events: bytes) -> bytes:
+        """Return events as the client gets them; ConnectionError where they cannot be rewritten."""
+        if self._transcript is None:
+            return events
+        try:
+            return self._transcript.passed(events)
+        except NotContinuableError as why:
+            raise ConnectionError(str(why)) from None
 
     async def _continues(self, error: Exception) -> bool:
         """Have another engine continue the stream; False where it has ended now; ApiError where it breaks."""
@@ -115,7 +124,7 @@ class StreamRelay:
             if transcript is None:
                 raise NotContinuableError(self.incoming.openai.why_not_continuable or OFF)
             end = transcript.end()
-            if end:
+            if end is not None:
                 attempt.finish()
                 attempt.count_attainment()
                 context.metrics.migrations.labels(ENDED).inc()
@@ -130,7 +139,7 @@ class StreamRelay:
                 instance_id=instance_id, why=str(error), not_continued_because=str(why),
             )  # fmt: skip
             attempt.finish(FAILED)
-            attempt.count_failed()
+            attempt.count_end(FAILED)
             attempt.count_attainment(broken=True)
             if isinstance(error, ReportedFailureError):
                 await self.call.end(error.events)

@@ -162,8 +162,11 @@ class UpstreamAttempt:
         )
 
     def rest(self) -> bytes:
-        """Return the incomplete event at the end of a stream."""
-        return self._corrected(self._reader.rest())
+        """Return the incomplete event at the end of a stream; ConnectionError where the answer is cut."""
+        rest = self._reader.rest()
+        if self._reader.is_cut():
+            raise ConnectionError("the stream ended before the answer")
+        return self._corrected(rest)
 
     def finish(self, reason: common_pb2.FinishReason.ValueType | None = None, *, counts: bool = True) -> None:
         """Keep or close the connection, release the reservation, report the outcome; only the first call counts.
@@ -174,15 +177,16 @@ class UpstreamAttempt:
         if release is not None:
             self.context.releases.put(release)
 
-    async def finish_now(self, reason: common_pb2.FinishReason.ValueType) -> None:
+    async def finish_now(self, reason: common_pb2.FinishReason.ValueType, *, counts: bool = True) -> None:
         """Finish, and wait for the release: the next decision may reserve at the same instance."""
-        release = self._end(reason)
+        release = self._end(reason, counts=counts)
         if release is not None:
             await self.context.releases.deliver(release)
 
-    def count_failed(self) -> None:
-        """Count an attempt that was to be continued, and was not."""
+    def count_end(self, reason: common_pb2.FinishReason.ValueType) -> None:
+        """Count an attempt that was to be continued, and was not, with the reason why its answer ended."""
         if self._reported is not None:
+            self._reported.finish_reason = reason
             self.metrics.ended(self._as_received(self._reported), self.incoming.spans.trace_id)
             self._reported = None
 
@@ -200,7 +204,8 @@ class UpstreamAttempt:
             if counts:
                 self.metrics.ended(self._as_received(outcome), self.incoming.spans.trace_id)
             else:
-                self._reported = outcome
+                self._reported = common_pb2.Outcome()
+                self._reported.CopyFrom(outcome)  # the release names the reason why this attempt ended
             self.incoming.spans.ended(self._as_received(outcome))
         if self._span is not None:
             self._end_span(self._span, outcome)

@@ -79,6 +79,8 @@ def continued_request(
     request.prompt_tokens = rest.num_sent + (rest.num_prompt or first.prompt_tokens)
     for name in ("tag", "leg", "in_s", "held_s", "max_tokens"):
         request.ClearField(name)
+    if first.arrival_unix_s:
+        request.arrival_unix_s += elapsed_s
     if rest.max_tokens is not None:
         request.max_tokens = rest.max_tokens
     if first.HasField("min_tokens"):

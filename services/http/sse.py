@@ -11,9 +11,10 @@ from protos.block.v1 import common_pb2
 
 TAIL_BYTES = 4096  # of the last events of a stream
 NUM_LAST_PIECES = 4  # which contain them: the last token's, the usage's, [DONE]
-MAX_EVENT_BYTES = 2**20  # a longer event is passed on before it is complete
+MAX_EVENT_BYTES = 16 * 2**20  # a longer event is passed on before it is complete; the ids of a long prompt are long
 
 EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
+LONGEST_END = max(map(len, EVENT_ENDS))
 DATA, DATA_FIRST = b"\ndata:", b"data:"
 DONE = b"[DONE]"
 DONE_EVENTS = tuple(DONE + end for end in EVENT_ENDS)
@@ -54,26 +55,30 @@ class StreamReader:
     """
 
     num_data: int = 0  # lines of data so far
-    _held: bytes = b""
+    _held: bytearray = field(default_factory=bytearray)
     _first: bytes = b""
     _last: deque[bytes] = field(default_factory=lambda: deque(maxlen=NUM_LAST_PIECES))
 
     def feed(self, piece: bytes) -> bytes:
         """Take received bytes; return the events that are complete, which may be none."""
-        if self._held:
-            piece = self._held + piece
-            self._held = b""
-        if not piece.endswith(EVENT_ENDS):
-            cut = max(piece.rfind(end) + len(end) if end in piece else 0 for end in EVENT_ENDS)
-            if len(piece) - cut <= MAX_EVENT_BYTES:
-                piece, self._held = piece[:cut], piece[cut:]
+        held = self._held
+        if held or not piece.endswith(EVENT_ENDS):
+            search_from = max(0, len(held) - LONGEST_END + 1)  # what is before contains no end
+            held += piece
+            places = ((held.rfind(end, search_from), len(end)) for end in EVENT_ENDS)
+            cut = max(place + length if place >= 0 else 0 for place, length in places)
+            if len(held) - cut > MAX_EVENT_BYTES:
+                cut = len(held)
+            piece = bytes(held[:cut])
+            del held[:cut]
         if piece:
             self._note(piece)
         return piece
 
     def rest(self) -> bytes:
         """Return the incomplete event at the end of the stream."""
-        rest, self._held = self._held, b""
+        rest = bytes(self._held)
+        self._held.clear()
         if rest:
             self._note(rest)
         return rest
@@ -104,6 +109,12 @@ class StreamReader:
             prompt_tokens=ending.prompt_tokens,
             has_count=False,
         )
+
+    def is_cut(self) -> bool:
+        """Return whether an answer has begun, and no event ends it."""
+        tail = b"\n" + b"".join(self._last)[-TAIL_BYTES:]
+        has_end = _REASON.search(tail) or _ERROR.search(tail) or b"data: " + DONE in tail
+        return not has_end and b'"finish_reason"' in tail
 
     def token_times(self, marks: Iterable[tuple[int, float]], ending: Ending) -> Iterable[tuple[int, float]]:
         """Turn the numbers of lines of data at some times into numbers of tokens; the last ones may be too large.

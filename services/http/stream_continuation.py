@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,9 @@ IDS_FIELD = "return_token_ids"  # of vLLM's requests
 MAX_UNREAD_BYTES = 2**16  # of events that are kept as they came
 DEFAULT_COMPLETION_TOKENS = 16  # of OpenAI's API
 LENGTH = "length"
+INVALID_EVENT, NO_END = "invalid_event", "no_end"
+UNREADABLE = (ValueError, TypeError, AttributeError, LookupError, OverflowError, RecursionError)
+ID_TYPE = "q"  # a list of numbers takes five times the memory
 
 # In JSON texts a quotation mark is escaped, so these cannot stand inside the text of a response.
 _TOKEN_IDS = re.compile(rb'"((?:prompt_)?token_ids)":\s*\[[\d,\s]*\]')
@@ -30,7 +34,7 @@ _FAILURE = re.compile(rb'(?:^|\n)data: ?\{\s*(?:"error"\s*:|[^\n]*"finish_reason
 CHAT_FIELDS = frozenset(
     ("messages", "max_completion_tokens", "tools", "tool_choice", "parallel_tool_calls", "chat_template",
      "chat_template_kwargs", "add_generation_prompt", "continue_final_message", "add_special_tokens", "documents",
-     "reasoning_effort", "include_reasoning", "response_format", "top_logprobs", "mm_processor_kwargs")
+     "reasoning_effort", "include_reasoning", "response_format", "logprobs", "top_logprobs", "mm_processor_kwargs")
 )  # fmt: skip
 # A prompt of token ids has been cut, and has its special tokens.
 PROMPT_FIELDS = frozenset(("truncate_prompt_tokens", "add_special_tokens", "prompt"))
@@ -47,6 +51,8 @@ def why_not_continuable(data: Mapping[str, Any], *, chat: bool) -> str:
         return "several_answers"
     if get("logprobs") or get("top_logprobs") or get("prompt_logprobs") is not None:
         return "logprobs"
+    if get("echo"):
+        return "prompt"
     if any(get(name) for name in GRAMMARS) or _has_format(get("response_format")):
         return "structured_output"
     if get("tools") and get("tool_choice") != "none":
@@ -56,7 +62,7 @@ def why_not_continuable(data: Mapping[str, Any], *, chat: bool) -> str:
 
 def _why_not_by_prompt(data: Mapping[str, Any]) -> str:
     prompt = data.get("prompt")
-    if data.get("echo") or data.get("suffix") or data.get("prompt_embeds") is not None:
+    if data.get("suffix") or data.get("prompt_embeds") is not None:
         return "prompt"
     is_one = isinstance(prompt, str) or (isinstance(prompt, list) and all(type(item) is int for item in prompt))
     return "" if is_one else "several_prompts"
@@ -83,6 +89,10 @@ def failure_in(events: bytes) -> int:
     if found is None:
         return -1
     return found.start() + (events[found.start() : found.start() + 1] == b"\n")
+
+
+def _no_ids() -> array[int]:
+    return array(ID_TYPE)
 
 
 class NotContinuableError(Exception):
@@ -119,8 +129,8 @@ class StreamTranscript:
     _unread: list[bytes] = field(default_factory=list)
     _num_unread: int = 0
     _head: dict[str, Any] | None = None  # of the first event
-    _prompt_ids: list[int] | None = None
-    _ids: list[int] = field(default_factory=list)  # up to the last text
+    _prompt_ids: array[int] | None = None
+    _ids: array[int] = field(default_factory=_no_ids)  # up to the last text
     _pending_ids: list[int] = field(default_factory=list)  # of text that has not been sent yet
     _has_ids: bool = True
     _texts: list[str] = field(default_factory=list)
@@ -128,6 +138,7 @@ class StreamTranscript:
     _is_reasoning: bool = False
     _obstacle: str = ""
     _usage: Mapping[str, Any] | None = None
+    _has_last_usage: bool = False  # that of the whole answer, after its end
     _continued: Continuation | None = None
     _num_prompt: int | None = None
 
@@ -162,7 +173,7 @@ class StreamTranscript:
         """Return the request for the rest; NotContinuableError where there is no honest one."""
         self._read()
         if self.finish_reason:
-            raise NotContinuableError("ended")
+            raise NotContinuableError(NO_END)
         if self._obstacle:
             raise NotContinuableError(self._obstacle)
         if self._is_reasoning:
@@ -211,7 +222,7 @@ class StreamTranscript:
 
     def _made(self, path: bytes, body: dict[str, Any], num_sent: int, rest: int | None) -> Continuation:
         if rest is not None and rest < 1:
-            raise NotContinuableError("ended")  # the caller writes the end itself
+            raise NotContinuableError(NO_END)
         if self.hides_ids:
             body[IDS_FIELD] = True
         return Continuation(
@@ -233,24 +244,25 @@ class StreamTranscript:
         self._continued = continuation
         self._pending_ids = []
 
-    def end(self) -> bytes:
-        """Return the events that end the answer, where its last token has been sent and its end has not.
-
-        Empty where tokens are missing.
-        """
+    def end(self) -> bytes | None:
+        """Return the events that are missing after the last token; None where tokens are missing."""
         self._read()
         limit = self._limit()
+        if self._obstacle == INVALID_EVENT:
+            return None
         if not self.finish_reason and (limit is None or self.num_tokens < limit):
+            return None
+        if self.is_done:
             return b""
         events = []
         if not self.finish_reason:
             self.finish_reason = LENGTH
             events.append(self._event([self._choice("", LENGTH, None)]))
         options = self.data.get("stream_options")
-        if isinstance(options, dict) and options.get("include_usage"):
+        if isinstance(options, dict) and options.get("include_usage") and not self._has_last_usage:
             num_prompt = len(self._prompt_ids) if self._prompt_ids is not None else self._num_prompt
             if num_prompt is None:
-                return b""
+                return None
             events.append(self._event([], usage=_usage(num_prompt, self.num_tokens)))
         return b"".join([*events, b"data: " + DONE + b"\n\n"])
 
@@ -262,7 +274,10 @@ class StreamTranscript:
             if event == DONE:
                 self.is_done = True
                 continue
-            self._note(_parsed(event))
+            try:
+                self._note(json.loads(event))
+            except UNREADABLE:  # the client has got it as it came
+                self._obstacle = INVALID_EVENT
 
     def _note(self, event: Mapping[str, Any]) -> None:
         """Note what an event adds to the answer."""
@@ -274,11 +289,12 @@ class StreamTranscript:
                 self._num_prompt = self._usage.get("prompt_tokens")
         choices = event.get("choices") or ()
         if not choices:
+            self._has_last_usage |= bool(event.get("usage"))
             return
         choice = choices[0]
         prompt_ids = event.get("prompt_token_ids") or choice.get("prompt_token_ids")
         if prompt_ids and self._continued is None:
-            self._prompt_ids = prompt_ids
+            self._prompt_ids = array(ID_TYPE, prompt_ids)
         delta = choice.get("delta") or {}
         if delta.get("tool_calls") or delta.get("function_call"):
             self._obstacle = "tools"
@@ -287,36 +303,58 @@ class StreamTranscript:
         self._add(choice, delta)
 
     def _add(self, choice: Mapping[str, Any], delta: Mapping[str, Any]) -> None:
-        text = delta.get("content") if self.chat and "delta" in choice else choice.get("text")
+        text = self._text_of(choice)
         ids = choice.get("token_ids")
         self._pending_ids += ids or ()
-        if delta.get("reasoning") or delta.get("reasoning_content"):
+        if _reasoning_in(delta):
             self._is_reasoning = True
         if text:
+            if not isinstance(text, str):
+                raise TypeError("a text must be a string")
             self._is_reasoning = False
             self._has_ids &= bool(ids or self._pending_ids)
             self._texts.append(text)
             self._num_events += 1
-            self._ids += self._pending_ids
+            self._ids.extend(self._pending_ids)
             self._pending_ids = []
         if choice.get("finish_reason"):
             self.finish_reason = choice["finish_reason"]
-            self._ids += self._pending_ids
+            self._ids.extend(self._pending_ids)
             self._pending_ids = []
+
+    def _text_of(self, choice: Mapping[str, Any]) -> Any:
+        """Return the text that an event adds to the answer.
+
+        Of the rest of a text, an engine's parser may take all for reasoning, since it does not see that this has ended.
+        """
+        delta = choice.get("delta")
+        if delta is None:
+            return choice.get("text")
+        text = delta.get("content")
+        return _reasoning_in(delta) if not text and self._is_rest else text
+
+    @property
+    def _is_rest(self) -> bool:
+        """Whether an engine answers with the rest of an answer, and not with the whole."""
+        return self._continued is not None and self._continued.num_sent > 0
 
     # Rewriting.
 
     def _rewritten(self, events: bytes) -> bytes:
         """Return the events of an engine that continues the answer as those of the first one."""
-        return b"".join(self._rewritten_event(event) for event in data_of(events))
+        try:
+            return b"".join(self._rewritten_event(event) for event in data_of(events))
+        except UNREADABLE:  # events before it have been noted, and the client does not get them
+            self._obstacle = INVALID_EVENT
+            raise NotContinuableError(INVALID_EVENT) from None
 
     def _rewritten_event(self, data: bytes) -> bytes:
         if data == DONE:
             self.is_done = True
             return b"data: " + DONE + b"\n\n"
-        event = _parsed(data)
         assert self._continued is not None
         had_role = self._head is not None
+        event = json.loads(data)
         self._note(event)
         usage = event.get("usage")
         if usage:
@@ -329,9 +367,13 @@ class StreamTranscript:
             if had_role:
                 return b""  # the client has it
             return self._event([choice], usage=usage)
-        text = choice.get("text") if delta is None else delta.get("content")
         ids = None if self.hides_ids else choice.get("token_ids")
-        made = self._choice(text or "", choice.get("finish_reason"), ids, choice.get("stop_reason"))
+        if delta is not None and not self._is_rest:
+            made = {**choice, "token_ids": ids}
+        else:
+            made = self._choice(
+                self._text_of(choice) or "", choice.get("finish_reason"), ids, choice.get("stop_reason")
+            )
         return self._event([made], usage=usage, fingerprint=event.get("system_fingerprint"))
 
     def _whole_usage(self, usage: Mapping[str, Any]) -> dict[str, Any]:
@@ -369,19 +411,9 @@ class StreamTranscript:
         return b"data: " + json.dumps(event, separators=(",", ":"), ensure_ascii=False).encode() + b"\n\n"
 
 
+def _reasoning_in(delta: Mapping[str, Any]) -> Any:
+    return delta.get("reasoning") or delta.get("reasoning_content")
+
+
 def _usage(num_prompt: int, num_tokens: int) -> dict[str, int]:
     return {"prompt_tokens": num_prompt, "total_tokens": num_prompt + num_tokens, "completion_tokens": num_tokens}
-
-
-def _parsed(data: bytes) -> dict[str, Any]:
-    """Read an event; NotContinuableError where it is none of this API."""
-    try:
-        event = json.loads(data)
-    except (ValueError, RecursionError):
-        raise NotContinuableError("invalid_event") from None
-    if not isinstance(event, dict):
-        raise NotContinuableError("invalid_event")
-    choices = event.get("choices")
-    if choices and not (isinstance(choices, list) and isinstance(choices[0], dict)):
-        raise NotContinuableError("invalid_event")
-    return event

@@ -23,6 +23,11 @@ def stream() -> bytes:
     return CompletionReply(request, 0).events(0, request.answer.num_tokens)
 
 
+def usage_in(received: bytes) -> bytes:
+    """The event with the usage."""
+    return next(event for event in received.split(b"\n\n") if b'"usage"' in event)
+
+
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
@@ -33,6 +38,9 @@ def stream() -> bytes:
         (lambda received: received.replace(b"data: [DONE]\n\n", b""), "cut short"),
         (lambda received: received[:9] + b'data: {"error": {}}\n\n', "error event"),
         (lambda _: b"", "cut short"),
+        (lambda _: b": a comment\n\n", "cut short"),
+        (lambda received: received.replace(b'"usage":', b'"other":'), "other usage"),
+        (lambda received: received.replace(b"data: [DONE]", usage_in(received) + b"\n\ndata: [DONE]"), "other usage"),
     ],
 )
 def test_an_answer_that_differs_is_found(change: Callable[[bytes], bytes], expected: str) -> None:

@@ -16,7 +16,7 @@ from services.emulator.openai import CHAT, COMPLETION, Served, request_from
 from services.emulator.replies import CompletionReply
 from services.http.sse import data_of
 from tests.services.gateway.stubs import Answer, Call, Scene, scene
-from tests.services.waiting import run
+from tests.services.waiting import run, until
 
 PATHS = ("/v1/completions", "/v1/chat/completions")
 NUM_TOKENS = 12
@@ -89,7 +89,7 @@ async def results(here: Scene) -> dict[str, float]:
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("mode", ["token-ids", "text"])
-@pytest.mark.parametrize("then", [Call.die, reports_failure])
+@pytest.mark.parametrize("then", [Call.die, Call.end, reports_failure])
 def test_the_client_sees_one_stream(path: str, mode: str, then: Callable[[Call], Any]) -> None:
     """Its text and its usage are those of an engine that does not fail."""
 
@@ -126,11 +126,13 @@ def test_the_rest_is_placed_as_a_request_of_its_own() -> None:
             assert rest.request.prompt_tokens > first.request.prompt_tokens
             assert rest.request.max_tokens == NUM_TOKENS - 5
             assert 500 < rest.request.slo.ttft_s < 605
+            assert rest.request.arrival_unix_s > first.request.arrival_unix_s
             assert here.engines[1].calls[0].headers["x-request-id"] == "r-c1"
             releases = {(one.request_id, one.instance_id): one.outcome for one in await released(here, 2)}
             assert releases["r", "e0"].finish_reason == common_pb2.FINISH_REASON_FAILED
             assert releases["r-c1", "e1"].finish_reason == common_pb2.FINISH_REASON_LENGTH
             assert releases["r-c1", "e1"].output_tokens == NUM_TOKENS - 5
+            assert releases["r-c1", "e1"].finished_unix_s > releases["r", "e0"].finished_unix_s
 
     run(test)
 
@@ -253,5 +255,76 @@ def test_a_client_that_leaves_while_its_stream_continues() -> None:
             await gone.wait()
             ends = {one.instance_id: one.outcome.finish_reason for one in await released(here, 2)}
             assert ends["e1"] == common_pb2.FINISH_REASON_CANCELLED
+
+    run(test)
+
+
+async def dies(call: Call) -> None:
+    """Fail without a reply."""
+    call.die()
+
+
+async def refuses(call: Call) -> None:
+    """Refuse the request."""
+    call.whole({"error": {"message": "no"}}, 400)
+
+
+@pytest.mark.parametrize(
+    ("others", "reason", "num_tokens"),
+    [((dies, answers()), "length", NUM_TOKENS), ((dies,), "failed", 3), ((refuses,), "failed", 3)],
+)
+def test_an_answer_counts_once(others: tuple[Answer, ...], reason: str, num_tokens: int) -> None:
+    """However many engines fail to continue it."""
+
+    async def test() -> None:
+        async with scene(answers(3), *others) as here:
+            await here.post(**fields_of(PATHS[0]))
+            assert await here.metric("block_gateway_finished_total") == 1
+            assert await here.metric(f'block_gateway_finished_total{{model="tiny",reason="{reason}"}}') == 1
+            assert await here.metric("block_gateway_output_tokens_total") == num_tokens
+            assert await here.metric("block_gateway_ttft_seconds_count") == 1
+            assert len(await released(here, 1 + len(others))) == 1 + len(others)
+
+    run(test)
+
+
+async def left_at(here: Scene) -> bool:
+    """Whether the gateway knows that its client has left."""
+    return await here.metric("block_gateway_clients_left_total") == 1
+
+
+@pytest.mark.parametrize("is_placed", [False, True])
+def test_a_client_that_leaves_before_another_engine_continues(is_placed: bool) -> None:
+    """Its answer counts once, as cancelled; both reservations are released."""
+
+    async def test() -> None:
+        asked = asyncio.Event()
+
+        async def hangs(call: Call) -> None:
+            asked.set()
+            await call.left()
+
+        async def holds(call: Call) -> None:
+            if not is_placed:
+                here.scheduler.open.clear()
+            call.die()
+
+        async with scene(answers(3, holds), hangs) as here:
+            async with here.client.stream("POST", PATHS[0], json=fields_of(PATHS[0])):
+                if is_placed:
+                    await asked.wait()
+                else:
+                    await here.scheduler.seen.get()
+                    await here.scheduler.seen.get()
+            failed = await here.scheduler.released.get()
+            assert (failed.instance_id, failed.outcome.finish_reason) == ("e0", common_pb2.FINISH_REASON_FAILED)
+            if not is_placed:
+                await until(lambda: left_at(here))
+                here.scheduler.open.set()
+            left = await here.scheduler.released.get()
+            assert (left.request_id[-3:], left.instance_id) == ("-c1", "e1")
+            assert await here.metric('block_gateway_finished_total{model="tiny",reason="cancelled"}') == 1
+            assert await here.metric("block_gateway_finished_total") == 1
+            assert await here.metric("block_gateway_output_tokens_total") == 3
 
     run(test)

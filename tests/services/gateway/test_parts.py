@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from protos.block.v1 import common_pb2
 from services.gateway.context import RetryBudget
 from services.gateway.destinations import Fallback, OutlierDetection
-from services.http.sse import StreamReader, ending_of
+from services.http.sse import MAX_EVENT_BYTES, StreamReader, ending_of
 from tests.services.gateway.stubs import DONE, event
 
 LENGTH = common_pb2.FINISH_REASON_LENGTH
@@ -58,7 +58,7 @@ def test_an_event_without_end_passes() -> None:
     """An event that is too long to be held passes before its end."""
     reader = StreamReader()
     assert reader.feed(b"data: ") == b""
-    assert len(reader.feed(b"x" * 2**21)) == 2**21 + 6
+    assert len(reader.feed(b"x" * MAX_EVENT_BYTES)) == MAX_EVENT_BYTES + 6
 
 
 def test_the_retry_budget() -> None:

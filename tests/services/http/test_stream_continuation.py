@@ -10,7 +10,7 @@ import pytest
 from services.emulator.answers import AnswerLengths
 from services.emulator.openai import CHAT, COMPLETION, ParsedRequest, Served, request_from
 from services.emulator.replies import CompletionReply
-from services.http.sse import data_of
+from services.http.sse import StreamReader, data_of
 from services.http.stream_continuation import (
     IDS_FIELD,
     NotContinuableError,
@@ -128,6 +128,36 @@ def test_long_streams_are_not_kept_as_they_came() -> None:
     assert transcript.continuation().max_tokens == 500
 
 
+def test_a_long_prompt_returns_long_events() -> None:
+    """The ids of its tokens come in one event, which is received in many pieces, and the client does not get them."""
+    ids = list(range(100_000, 300_000))
+    first = json.dumps({"id": "x", "prompt_token_ids": ids, "choices": [{"index": 0, "delta": {"role": "assistant"}}]})
+    second = json.dumps({"id": "x", "choices": [{"index": 0, "delta": {"content": "a"}, "token_ids": [5]}]})
+    data = {**TALK, "max_tokens": 3}
+    stream = f"data: {first}\n\ndata: {second}\n\n".encode()
+    reader, transcript = StreamReader(), transcript_of(data, chat=True)
+    pieces = (stream[start : start + 2**16] for start in range(0, len(stream), 2**16))
+    received = b"".join(transcript.passed(reader.feed(piece)) for piece in pieces)
+    assert len(received) < 2**10
+    assert json.loads(transcript.continuation().body)["prompt"] == [*ids, 5]
+
+
+@pytest.mark.parametrize("event", ["ping", "[1]", '{"choices": [3]}', '{"choices": [{"text": 7}]}', '{"usage": "?"}'])
+def test_events_that_cannot_be_read(event: str) -> None:
+    """They pass as they came, and such a stream does not continue; those of the next engine are its failure."""
+    invalid = f"data: {event}\n\n".encode()
+    transcript = transcript_of(COMPLETE, chat=False)
+    text = b'data: {"choices": [{"text": "%s"}]}\n\n' % (b"x" * 2**17)
+    assert transcript.passed(invalid) + transcript.passed(text) == invalid + text
+    with pytest.raises(NotContinuableError, match="invalid_event"):
+        transcript.continuation()
+    other = transcript_of(COMPLETE, chat=False)
+    other.passed(text)
+    other.continue_as(other.continuation())
+    with pytest.raises(NotContinuableError, match="invalid_event"):
+        other.passed(invalid)
+
+
 def test_token_ids_without_text_are_answered_again() -> None:
     """A character of several tokens that has not been sent would be lost in the prompt."""
     transcript = transcript_of(COMPLETE, chat=False)
@@ -153,7 +183,7 @@ def test_stop_strings_continue_by_text() -> None:
 
 def test_a_chat_continues_as_a_completion_of_token_ids() -> None:
     """Sampling parameters are kept; what only a chat has is left out; without a limit, the model's counts."""
-    data = {**TALK, "temperature": 0.5, "seed": 3, "chat_template_kwargs": {"a": 1}}
+    data = {**TALK, "temperature": 0.5, "seed": 3, "chat_template_kwargs": {"a": 1}, "logprobs": False}
     transcript = transcript_of(data, chat=True)
     for event in events_of({**data, IDS_FIELD: True}, chat=True)[:5]:
         transcript.passed(event)
@@ -162,7 +192,7 @@ def test_a_chat_continues_as_a_completion_of_token_ids() -> None:
     assert (rest.path, rest.num_sent) == (b"/v1/completions", 4)
     assert (body["temperature"], body["seed"], body["stream"]) == (0.5, 3, True)
     assert "messages" not in body
-    assert "chat_template_kwargs" not in body
+    assert not {"chat_template_kwargs", "logprobs"} & set(body)
     assert body["max_tokens"] == SERVED.max_model_len - len(body["prompt"])
 
 
@@ -173,6 +203,7 @@ def test_a_chat_continues_as_a_completion_of_token_ids() -> None:
         (False, {"logprobs": 3}, "logprobs"),
         (True, {"logprobs": True}, "logprobs"),
         (False, {"echo": True}, "prompt"),
+        (True, {"echo": True}, "prompt"),
         (False, {"prompt": ["a", "b"]}, "several_prompts"),
         (True, {"response_format": {"type": "json_object"}}, "structured_output"),
         (True, {"structured_outputs": {"regex": "a"}}, "structured_output"),
@@ -208,7 +239,34 @@ def test_what_has_been_sent_may_forbid_it(delta: dict[str, Any], reason: str) ->
         transcript.continuation()
 
 
-@pytest.mark.parametrize("missing", [1, 2, 3])
+def chat_event(**delta: Any) -> bytes:
+    """An event of a chat."""
+    choice = {"index": 0, "delta": delta, "finish_reason": None, "token_ids": [5]}
+    return b"data: " + json.dumps({"id": "x", "choices": [choice]}).encode() + b"\n\n"
+
+
+def test_an_answer_that_begins_again_may_reason() -> None:
+    """Nothing of it was sent, so that the next engine's parsers see the whole."""
+    transcript = transcript_of(TALK, chat=True)
+    transcript.passed(chat_event(role="assistant", content=""))
+    transcript.continue_as(transcript.continuation())
+    choice = json.loads(transcript.passed(chat_event(reasoning="Let me see"))[6:])["choices"][0]
+    assert (choice["delta"], choice["token_ids"]) == ({"reasoning": "Let me see"}, None)
+    with pytest.raises(NotContinuableError, match="reasoning"):
+        transcript.continuation()
+
+
+def test_the_rest_of_a_text_is_text() -> None:
+    """The next engine's parser may take it for reasoning, because it does not see that this has ended."""
+    transcript = transcript_of({**TALK, "stop": ["."]}, chat=True)
+    transcript.passed(chat_event(content="The sea"))
+    transcript.continue_as(transcript.continuation())
+    choice = json.loads(transcript.passed(chat_event(reasoning=" is deep"))[6:])["choices"][0]
+    assert choice["delta"] == {"content": " is deep"}
+    assert json.loads(transcript.continuation().body)["messages"][-1]["content"] == "The sea is deep"
+
+
+@pytest.mark.parametrize("missing", [0, 1, 2, 3])
 def test_an_end_that_did_not_come_is_written(missing: int) -> None:
     """The last token has been sent; the reason, the usage or [DONE] has not."""
     data = {**COMPLETE, "stream_options": {"include_usage": True}}
@@ -216,9 +274,11 @@ def test_an_end_that_did_not_come_is_written(missing: int) -> None:
     transcript = transcript_of(data, chat=False)
     if missing == 3:  # the engine sends the last token with the reason
         events[-3] = events[-3].replace(b'"length"', b"null")
-    received = b"".join(map(transcript.passed, events[: len(events) - min(missing, 2)])) + transcript.end()
+    received = b"".join(map(transcript.passed, events[: len(events) - min(missing, 2)])) + (transcript.end() or b"")
     last = read(received)[-1]
-    assert last["usage"] == {"prompt_tokens": len(parsed(data, chat=False).prompt), "completion_tokens": 20, "total_tokens": last["usage"]["prompt_tokens"] + 20}  # fmt: skip
+    assert sum("usage" in event for event in read(received)) == 1
+    num_prompt = len(parsed(data, chat=False).prompt)
+    assert counts(last) == [num_prompt, 20, num_prompt + 20]
     assert [event["choices"][0]["finish_reason"] for event in read(received) if event["choices"]][-1] == "length"
 
 
@@ -226,7 +286,7 @@ def test_an_answer_that_misses_tokens_has_no_end() -> None:
     """It has to continue."""
     transcript = transcript_of(COMPLETE, chat=False)
     transcript.passed(events_of({**COMPLETE, IDS_FIELD: True}, chat=False)[0])
-    assert transcript.end() == b""
+    assert transcript.end() is None
 
 
 @pytest.mark.parametrize(
