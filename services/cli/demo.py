@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -62,13 +63,21 @@ def demo(given: SettingValues, *, stay: bool, as_json: bool) -> int:
         return stay
 
     try:
-        asyncio.run(compare(settings, progress.ended, _print_pages, then))
+        asyncio.run(_until_stopped(compare(settings, progress.ended, _print_pages, then)))
     except StartError as error:
         raise ValueError(str(error)) from None
-    except KeyboardInterrupt:
+    except asyncio.CancelledError:
         if not results:
-            raise
+            raise click.Abort from None
     return 0 if all(total["num_ok"] for total in results.values()) else 1
+
+
+async def _until_stopped(work: Coroutine[Any, Any, None]) -> None:
+    """Run until it ends, or is cancelled by SIGINT or SIGTERM; the cluster is then stopped in order."""
+    task, loop = asyncio.ensure_future(work), asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, task.cancel)
+    await task
 
 
 def _print_pages(gateway_urls: Mapping[str, str]) -> None:
