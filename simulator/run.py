@@ -105,6 +105,7 @@ class Simulation:
     _needs_forecast: bool = False
     _needs_prefix: bool = False
     _needs_tpot: bool = False
+    _is_ticking: bool = False
     _num_quantiles: int = 1  # of lengths with which each forecast is made
     _forecast_columns: dict[str, np.ndarray] = field(default_factory=dict)  # of `results`, by indicator
     _levels: RequestLevels = field(default_factory=RequestLevels)
@@ -376,11 +377,16 @@ class Simulation:
         facts.request_class, facts.ttft_slo_s, facts.tpot_slo_s = 1, np.nan, np.nan
 
     def _tick_ready(self, which: int, now_s: float) -> None:
+        """Tick the decisions whose turn has come; one of them that makes others ready leaves these to the same loop."""
+        if self._is_ticking:
+            return
+        self._is_ticking = True
         ready = self.schedulers[which].core.ready
         while ready:
             decision = ready.popleft()
             if decision.is_waiting:
                 self._tick_decision(decision, which, now_s)
+        self._is_ticking = False
 
     def _send(self, decision: Decision, reserve: Reserve, which: int, now_s: float) -> None:
         """Reserve a request at an instance; the next refresh sends it."""

@@ -11,6 +11,7 @@ import pytest
 from simulator.assembly import simulate
 from simulator.result import FINISHED, SHED, STATUSES, RunResult
 from simulator.retry_accuracy import Rerun, retry_times
+from simulator.run import Simulation
 from simulator.scenario import Scenario, scenario_from
 
 ENGINE = {"batcher": "decode_then_edf", "max_num_seqs": 48, "max_num_batched_tokens": 512, "num_gpu_blocks": 1057,
@@ -63,6 +64,20 @@ def test_every_request_is_served_or_shed(policy: str, num_schedulers: int) -> No
     assert shed[of_entry(result, "chat")].any()
     assert not shed[of_entry(result, "batch")].any()
     assert attains(result)[~shed & ~of_entry(result, "batch")].mean() > 0.95
+
+
+def test_waiting_requests_are_tried_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that makes others ready is finished first: a long queue must not become as deep a recursion."""
+    tick, depths, deepest = Simulation._tick_decision, [0], [0]
+
+    def counted(self: Simulation, *arguments: Any) -> None:
+        depths.append(depths[-1] + 1)
+        tick(self, *arguments)
+        deepest.append(depths.pop())
+
+    monkeypatch.setattr(Simulation, "_tick_decision", counted)
+    run(cluster(MIX), 1.6 * CAPACITY)
+    assert max(deepest) == 2  # the one whose time has come, and then the others in turn
 
 
 def calm_attains(turn: str, times: int, share: float = 0.24 * CAPACITY) -> float:
