@@ -281,7 +281,7 @@ def test_a_mirror_before_vllm(two: Fleet) -> None:
                     break
             assert len(ratios) > 5
             assert 0.4 < median(ratios) < 2.5, ratios
-            assert median(differences) <= 1, differences
+            assert median(differences) <= 2, differences  # both look at a moving engine
             await mirrored.until(lambda: num_there(mirror.refresh()) == 0)
         exported.close()
 

@@ -111,7 +111,7 @@ async def up(folder: Path, *arguments: str, engine_flags: tuple[str, ...] = ()) 
 
 
 def test_two_engines_start_recover_and_end(tmp_path: Path) -> None:
-    """A killed engine fails only its own streams and is restarted; Ctrl-C ends all processes."""
+    """The streams of a killed engine continue on the other one, and it is restarted; Ctrl-C ends all processes."""
     need_vllm()
 
     async def test() -> None:
@@ -141,9 +141,8 @@ async def survives(running: Up) -> None:
     os.kill(killed, signal.SIGKILL)
     ended = await asyncio.gather(*streams)
     assert {one.instance for one in ended} == {victim, other}
-    assert {one.instance for one in ended if one.failure is not None} == {victim}
-    assert all("broke the connection" in one.failure for one in ended if one.failure is not None)
-    assert all((one.num_tokens == 300) == (one.failure is None) for one in ended)
+    assert {one.failure for one in ended} == {None}
+    assert {one.num_tokens for one in ended} == {300}
     meanwhile = [await answered(running) for _ in range(4)]
     meanwhile += await answered_until_it_serves(running, victim)
     assert all(one.num_tokens == 30 for one in meanwhile)
