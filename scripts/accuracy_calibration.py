@@ -97,7 +97,7 @@ def errors(
     """Yield the median relative error of each time."""
     for metric, actual in truth.where(chosen).metrics().items():
         relative = replayed.where(chosen).metrics()[metric] / actual - 1
-        note = found.told() if metric == "ttft" and name.endswith("after") else ""
+        note = found.describe() if metric == "ttft" and name.endswith("after") else ""
         value = float(np.median(np.abs(relative)))
         yield {"name": f"{name}.{metric}", "value": value, "unit": "ratio", "n": int(chosen.sum()), "note": note}
 

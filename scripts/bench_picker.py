@@ -6,7 +6,7 @@ same instances. Prompts have 2 KB, responses are streams of 16 events. The ways 
 
 - `direct`: to the engines in turn
 - `gateway`: through the gateway
-- `envoy`: through Envoy, which asks nobody and sends requests to the engines in turn
+- `envoy`: through Envoy, which asks no picker and sends requests to the engines in turn
 - `picker`: through Envoy, which asks the picker and shows it requests and responses
 - `requests_only`: the same, where Envoy does not show the bodies of responses (response_body_mode: NONE)
 

@@ -17,7 +17,7 @@ SHOWN = ("num_running", "num_waiting", "num_reserved", "num_free_blocks", "queue
 
 
 def decision_headers(decision: common_pb2.Decision, *, explain: bool) -> Headers:
-    """Write what a client is told of the decision for its request: the forecast, a demotion, all reasons on request."""
+    """Write what the reply to a client says about the decision: the forecast, a demotion, all reasons on request."""
     headers: Headers = []
     if decision.HasField("forecast"):
         forecast = decision.forecast

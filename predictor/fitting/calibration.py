@@ -34,7 +34,7 @@ HUBER = 3.0  # times the median error, beyond which errors count linearly
 CLOSE_ERROR = 0.02  # a median error that is no reason to leave out any more
 GAIN = 0.02  # by which another constant must reduce the error of blocks that are left out
 NEARLY = 0.05  # of the best gain: the first constant that comes so near is taken
-ALIKE = 0.95  # the share of a constant's effect that others can have in its place: more, and it cannot be told
+ALIKE = 0.95  # the share of a constant's effect that others can have in its place: more, and it cannot be found
 T_90 = 1.9  # of Student's distribution with as many degrees of freedom as there are blocks
 TINY = 1e-9
 
@@ -110,7 +110,7 @@ class CalibratedConstants:
     error_after: float
     is_kept: bool
 
-    def told(self) -> str:
+    def describe(self) -> str:
         """The constants as text."""
         texts = []
         for one in self.constants:
@@ -177,7 +177,7 @@ def calibrate(
     steps: Steps | None = None,
     constants: Sequence[str] = tuple(UNITS),
 ) -> CalibratedConstants:
-    """Fit those constants that the window tells, so that replayed requests have their observed times.
+    """Fit those constants that the window determines, so that replayed requests have their observed times.
 
     `replay` serves all requests, of which only those `compared` are fitted; `steps` are observed steps, if there are.
     """
@@ -271,12 +271,12 @@ def _polished(start: Calibrated, window: _Window, by: Mapping[str, float]) -> di
 
 
 def _search(start: Calibrated, window: _Window, candidates: Sequence[str]) -> tuple[dict[str, float], _System]:
-    """Return the changes of constants that are told, and the last linear problem; held-out blocks have no effect."""
+    """Return the changes of constants that can be found, and the last linear problem; held-out blocks have no effect."""
     by: dict[str, float] = {}
     floors = {name: start.least(name) / UNITS[name] for name in candidates}
     system = _linear(start, window, by, candidates, holds_out=True)
     for _ in range(ROUNDS):
-        names = _told(system, candidates, floors)
+        names = _identified(system, candidates, floors)
         change = system.solve(names, system.fitted, floors) if names else np.zeros(0)
         found = {name: float(value) * UNITS[name] for name, value in zip(names, change, strict=True)}
         kept = {name: by.get(name, 0.0) for name in names}
@@ -335,7 +335,7 @@ def _is_held_out(blocks: Array) -> NDArray[np.bool_]:
     return np.asarray(blocks % HELD_OUT_EVERY == HELD_OUT_EVERY - 1)
 
 
-def _told(system: _System, candidates: Sequence[str], least: Mapping[str, float]) -> list[str]:
+def _identified(system: _System, candidates: Sequence[str], least: Mapping[str, float]) -> list[str]:
     """Choose constants one after the other, while each reduces the error of blocks that are left out."""
     names: list[str] = []
     error = _left_out_error(system, names, least)
@@ -351,17 +351,19 @@ def _told(system: _System, candidates: Sequence[str], least: Mapping[str, float]
         if best > (1 - GAIN) * error:
             break
         near = best + NEARLY * (error - best)
-        told = [
-            name for name in candidates if errors.get(name, np.inf) <= near and _is_told(system, [*names, name], least)
+        found = [
+            name
+            for name in candidates
+            if errors.get(name, np.inf) <= near and _is_identified(system, [*names, name], least)
         ]
-        if not told:
+        if not found:
             break
-        names.append(told[0])
-        error = errors[told[0]]
+        names.append(found[0])
+        error = errors[found[0]]
     return names
 
 
-def _is_told(system: _System, names: Sequence[str], least: Mapping[str, float]) -> bool:
+def _is_identified(system: _System, names: Sequence[str], least: Mapping[str, float]) -> bool:
     """Return whether the interval of the last constant leaves out 0."""
     change = system.solve(names, system.fitted, least)[-1]
     return bool(abs(change) > _half_widths(system, names)[-1])
@@ -401,7 +403,7 @@ def _alike(system: _System, name: str, others: Sequence[str]) -> float:
 
 
 def _why_not(system: _System, name: str, names: Sequence[str]) -> str:
-    """Say why a constant is not told."""
+    """Say why a constant cannot be found."""
     if _alike(system, name, ()) == 1.0:
         return "has no effect on this window"
     if _alike(system, name, names) >= ALIKE:

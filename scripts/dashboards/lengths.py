@@ -42,7 +42,7 @@ SOURCES = (
     timeseries(
         "Lengths by source",
         [PanelQuery(expression=rate("block_scheduler_tags_total", by=("source",)), legend="{{source}}")],
-        "Who told the scheduler a request's length: the client, the tagger, or a constant.",
+        "Where the scheduler has a request's length from: the client, the tagger, or a constant.",
         unit="reqps",
         stacked=True,
         width=12,

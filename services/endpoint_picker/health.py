@@ -20,7 +20,7 @@ class PickerHealth(health_pb2_grpc.HealthServicer):
     """Answers whether the process lives, and whether it can choose endpoints; `Watch` is not implemented."""
 
     def __init__(self, is_ready: Callable[[], bool]) -> None:
-        """Take what tells whether it can choose."""
+        """Take a function that says whether it can choose."""
         self._is_ready = is_ready
 
     async def Check(  # noqa: N802 - the wire names it

@@ -99,7 +99,7 @@ class ResponseReader:
             self.finish(UNSPECIFIED)
 
     def finish(self, reason: common_pb2.FinishReason.ValueType | None = None) -> None:
-        """Report the outcome, by default as the response tells it."""
+        """Report the outcome, by default that of the response."""
         if self._is_finished:
             return
         self._is_finished = True

@@ -1,1 +1,1 @@
-"""The live page: what instances do, what was decided and why, and what came of it."""
+"""The live page: what instances do, what was decided and why, and the outcomes."""

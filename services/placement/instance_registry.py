@@ -101,7 +101,7 @@ class InstanceRegistry:
             self._watch_all()
 
     def show_every(self, interval_s: float | None) -> None:
-        """Have all sidecars report for somebody who looks; None where nobody does any more."""
+        """Have all sidecars report at this interval while a page is open; None: as before."""
         self._shown_every_s = math.inf if interval_s is None else interval_s
         self._watch_all()
 

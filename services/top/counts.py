@@ -68,7 +68,7 @@ class Counted:
     after: MetricSamples
 
     def increase(self, name: str, **where: str) -> float | None:
-        """By how much a counter grew; None where nobody has it. A restarted process counts from 0 again."""
+        """By how much a counter grew; None where no process has it. A restarted process counts from 0 again."""
         after = self.after.total(name, **where)
         if after is None:
             return None

@@ -119,7 +119,7 @@ def _candidate(  # noqa: PLR0913 - what a candidate consists of
     step_time, request_s, constants = found.result.step_time, found.result.request_s, (*factors, *found.constants)
     if keeps_constants:
         step_time, request_s, constants = slowed(profile.step_time, 1.0 + factors[0].change), 0.0, factors
-    told = "; ".join(
+    counts = "; ".join(
         f"{one.name} {one.change:+.3g} ({one.low:+.3g} to {one.high:+.3g})" for one in constants if not one.why_not
     )
     inward_s = profile.transit.inward_s + request_s / window.header.clock_rate
@@ -129,7 +129,7 @@ def _candidate(  # noqa: PLR0913 - what a candidate consists of
         step_time=step_time,
         transit=Transit(inward_s=max(0.0, inward_s), outward_s=profile.transit.outward_s),
         source=f"{profile.source}; recalibrated on a window of {len(window.requests)} requests and {len(window.steps)} "
-        f"steps: {told}",
+        f"steps: {counts}",
     )
     return Recalibration(profile=made, constants=constants, error_after=error)
 

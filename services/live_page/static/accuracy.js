@@ -1,4 +1,4 @@
-// Forecasts beside what came of them.
+// Forecasts beside outcomes.
 
 import { count, el, isNumber, quantile, seconds, share, table } from "./dom.js";
 import { lines, scatter, seriesMark } from "./drawing.js";

@@ -124,7 +124,7 @@ def test_constants_that_cannot_be_told_apart() -> None:
         "token_s": "cannot be told apart from constant_s here",
         "prefill_s": "has no effect on this window",
     }
-    assert "cannot be told apart" in calibration.told()
+    assert "cannot be told apart" in calibration.describe()
 
 
 def test_intervals_contain_the_truth() -> None:
