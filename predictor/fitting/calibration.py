@@ -271,7 +271,7 @@ def _polished(start: Calibrated, window: _Window, by: Mapping[str, float]) -> di
 
 
 def _search(start: Calibrated, window: _Window, candidates: Sequence[str]) -> tuple[dict[str, float], _System]:
-    """Return the changes of constants that can be found, and the last linear problem; held-out blocks have no effect."""
+    """Return the changes of constants that can be found, and the last linear problem, without held-out blocks."""
     by: dict[str, float] = {}
     floors = {name: start.least(name) / UNITS[name] for name in candidates}
     system = _linear(start, window, by, candidates, holds_out=True)

@@ -1,6 +1,6 @@
 """The tail of what is decided: placements, outcomes and indicators, for those who watch.
 
-Nothing is kept while no page is open. What readers get is bounded: of many requests between two frames the last ones are
+Nothing is kept while no page is open. What readers get is bounded: of many requests between frames the last ones are
 shown, and a reader that is too slow misses frames and then starts over with the whole state.
 """
 
