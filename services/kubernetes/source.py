@@ -43,6 +43,7 @@ class FromKubernetes(InstanceSource):
     """
 
     may_come_later = True
+    kind = "kubernetes"
 
     def __init__(self, settings: KubernetesSettings) -> None:
         """Find the API server, and read nothing yet; ValueError where there is none."""
