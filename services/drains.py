@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from protos.block.v1 import common_pb2
 
-DRAINING = "draining"
 MAX_DRAIN_S = 7 * 86400.0
 
 

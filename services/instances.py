@@ -15,7 +15,7 @@ from typing import Annotated, Any
 from predictor.suggestions import require_known
 from scheduler.instances import BOTH, ROLES, role_named
 from scheduler.objectives import NO_OBJECTIVES, Objectives
-from services.drains import DRAINING, Drain, drain_from_table
+from services.drains import Drain, drain_from_table
 from services.http.client import origin_of
 from services.kubernetes.settings import KUBERNETES, KubernetesSettings
 from services.logs import log_event
@@ -26,7 +26,7 @@ from simulator.codec import read_text
 log = logging.getLogger(__name__)
 
 LONGEST_ID = 256
-STATES = ("ready", DRAINING)
+STATES = READY, DRAINING = "ready", "draining"
 BY_HTTP = "http"  # the value of --instances-from for those that are registered by HTTP alone
 FLAG_SETTINGS = ("role=", "tier=")
 
@@ -41,7 +41,7 @@ class Instance:
     engine_url: str
     sidecar_address: str
     models: tuple[str, ...] = ()
-    state: str = "ready"
+    state: str = READY
     role: str = "both"  # or prefill, or decode
     tier: str = ""
     tier_tpot_s: float = math.inf  # the bound of its tier

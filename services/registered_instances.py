@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from scheduler.objectives import Objectives
-from services.drains import DRAINING
-from services.instances import BY_HTTP, Instance, Instances, InstanceSource
+from services.instances import BY_HTTP, DRAINING, Instance, Instances, InstanceSource
 from services.logs import log_event
 from services.registrations import DrainOrder, Registration, RegistrationFile, Registrations
 from services.rpc.errors import BusyError, UnknownNameError

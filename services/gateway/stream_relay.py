@@ -137,6 +137,7 @@ class StreamRelay:
         failed_s = time.monotonic()
         instance_id = attempt.destination.instance_id
         transcript = self._transcript
+        self._note_failure(error)
         try:
             end = None if transcript is None else transcript.end()
             if transcript is not None and end is not None:  # the answer is complete
@@ -145,7 +146,6 @@ class StreamRelay:
                 context.metrics.migrations.labels(ENDED).inc()
                 await self.call.end(end)
                 return False
-            self._note_failure(error)
             if transcript is None:
                 raise NotContinuableError(self.incoming.openai.why_not_continuable or OFF)
             await self._continue(transcript)
@@ -183,8 +183,6 @@ class StreamRelay:
     async def _continue(self, transcript: StreamTranscript) -> None:
         """Replace the attempt by one on another engine; NotContinuableError where there is none."""
         attempt = self.attempt
-        if self.deaths.is_exhausted:
-            raise NotContinuableError(POISON)
         rest = self._rest_of(transcript)
         self._num_migrations += 1
         earlier = attempt.part_so_far(transcript.num_tokens)
@@ -202,6 +200,8 @@ class StreamRelay:
         """Return the request for the rest of the answer, within limits and budget; NotContinuableError without."""
         if self._num_migrations >= self.context.settings.max_migrations:
             raise NotContinuableError(LIMIT)
+        if self.deaths.is_exhausted:
+            raise NotContinuableError(POISON)
         rest = transcript.continuation()
         if not self.context.migrations.spend():
             raise NotContinuableError(BUDGET)

@@ -11,10 +11,9 @@ from typing import Any
 from urllib.parse import parse_qs, unquote
 
 from scheduler.candidate import CandidateStatus
-from services.drains import DRAINING
 from services.http.application import JSON, Application, Call, Endpoint
 from services.http.errors import ApiError
-from services.instances import table_of
+from services.instances import DRAINING, table_of
 from services.placement.driver import PlacementDriver
 from services.registered_instances import NEW, ConflictError, KnownInstance
 from services.registrations import DrainOrder, Registration
