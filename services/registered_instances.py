@@ -76,9 +76,8 @@ class RegisteredInstances(InstanceSource):
     async def poll(self) -> Instances | None:
         """Return the list where it changed; a change of the file or an expiry counts also while the source fails."""
         if self._file is not None:
-            read = await asyncio.to_thread(self._file.read)
-            if read is not None:
-                self._registered = read
+            async with self._one_change:
+                self._registered = await asyncio.to_thread(self._file.read) or self._registered
         await self._forget()
         try:
             listed = await self._source.poll()

@@ -155,12 +155,12 @@ class InstancePages:
             status = handle.status
             reason = status.unhealthy_candidate(time.monotonic())
             is_down = reason is not None and reason.status is not CandidateStatus.DRAINING
-            is_known = bool(status.indicators)
+            is_known = status.reported_s > 0
             described["health"] = reason.note if reason is not None and is_down else "ok" if is_known else "unknown"
             if status.is_draining is False and reason is not None and not is_down:
                 described["state"] = status.reported_state
-            counts = [status.indicators.get(name) for name in COUNTS]
-            described["requests"] = None if None in counts else round(sum(filter(None, counts)))
+            num = sum(status.indicators.get(name, 0.0) for name in COUNTS)  # what is 0 is not reported
+            described["requests"] = round(num) if is_known else None
         if instance.state == DRAINING and instance.drain is not None:
             left_s = instance.drain.deadline_unix_s - now_s
             described["drain"] |= {"deadline_in_s": None if left_s == float("inf") else round(left_s, 3)}
