@@ -234,7 +234,7 @@ def test_an_instance_of_any_list_drains() -> None:
             assert {name: here.driver.registry.find(name) for name in "ab"} == handles  # as before, with their history
 
     async def _knows_requests(here: Scene) -> bool:
-        return (await here.one("a"))["requests"] == 0
+        return (await here.one("a"))["requests"] == 1  # as the stub says
 
     run(test)
 
