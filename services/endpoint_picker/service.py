@@ -15,6 +15,8 @@ from services.endpoint_picker.messages import immediate
 from services.endpoint_picker.picking import SATURATED, DroppedError, Picker
 from services.http.errors import ApiError
 
+PROTOCOL, INTERNAL = "protocol", "internal"  # why a stream ends in an error, as metrics name it
+
 
 class ExternalProcessorService(external_processor_pb2_grpc.ExternalProcessorServicer):
     """Answers the messages of each stream in turn; `len` is the number of streams."""
@@ -54,8 +56,12 @@ class ExternalProcessorService(external_processor_pb2_grpc.ExternalProcessorServ
                 responses = exchange.receive(message)
                 for response in await exchange.place() if responses is None else responses:
                     yield response
-        except ValueError as error:  # of the protocol
+        except ValueError as error:
+            self._picker.metrics.stream_errors.labels(PROTOCOL).inc()
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        except Exception:
+            self._picker.metrics.stream_errors.labels(INTERNAL).inc()
+            raise
         finally:
             self._num -= 1
             if not self._num:
