@@ -233,11 +233,9 @@ def samples_from(data: str) -> list[Sample]:
     """Read the training data."""
     from length_tagger.samples import read_castillo, read_samples
 
-    return (
-        read_castillo(data_folder() / "text")
-        if data == CASTILLO
-        else read_samples(data, lambda rows: followed(rows, "reading samples"))
-    )
+    if data == CASTILLO:
+        return read_castillo(data_folder() / "text")
+    return read_samples(data, lambda rows: followed(rows, "reading samples"))
 
 
 def card_of(samples: list[Sample], data: str, seed: int, command: str) -> dict[str, Any]:
