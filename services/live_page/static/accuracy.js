@@ -1,6 +1,6 @@
 // Forecasts beside outcomes.
 
-import { RedrawnView, count, el, isNumber, quantile, seconds, share, table } from "./dom.js";
+import { RedrawnView, count, el, quantile, seconds, share, table } from "./dom.js";
 import { lines, scatter, seriesMark } from "./drawing.js";
 import { errorOf } from "./state.js";
 
