@@ -73,18 +73,21 @@ class LoopBar:
         """Draw what is done so far."""
         if not self._is_shown or done <= self._shown or time.monotonic() - self._start_s < SHOW_S:
             return
-        if self._bar is None:
-            self._bar = click.progressbar(
-                length=self.length or None, label=self.label, file=sys.stderr, show_pos=not self.length
-            )
-        self._bar.update(done - self._shown)
+        if not self.length:
+            show_line(f"{self.label}: {done}")
+        else:
+            if self._bar is None:
+                self._bar = click.progressbar(length=self.length, label=self.label, file=sys.stderr)
+            self._bar.update(done - self._shown)
         self._shown = done
 
     def close(self) -> None:
-        """Leave the bar as it is, and end its line."""
+        """Leave the bar as it is, and end its line; a count is cleared."""
         if self._bar is not None:
             self._bar.render_finish()
-            self._bar = None
+        elif self._shown:
+            show_line()
+        self._bar, self._shown = None, 0
 
 
 class LoopBars:

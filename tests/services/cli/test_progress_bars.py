@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import io
 import os
-import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -26,7 +26,7 @@ class Terminal(io.StringIO):
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
     """Standard error is a terminal, and every loop takes long."""
     stream = Terminal()
-    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr(progress_bars, "sys", SimpleNamespace(stderr=stream))  # pytest sets the real one
     monkeypatch.setattr(progress_bars, "SHOW_S", 0.0)
     return stream
 

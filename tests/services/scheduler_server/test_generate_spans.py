@@ -140,7 +140,7 @@ def test_without_a_tracer_the_callers_header_passes() -> None:
 
 
 def test_calls_that_fail() -> None:
-    """The span has the status that the caller gets; that of a decision without an instance, its error."""
+    """The span has the status that the caller gets; that of a decision that fails, its error."""
 
     async def test() -> None:
         recorder = SpanRecorder()
@@ -150,10 +150,10 @@ def test_calls_that_fail() -> None:
             assert [span.name for span in await recorder.children(CALL)] == 2 * ["block.schedule", "block.serve"]
             assert attributes_of(recorder.named(CALL))["error.type"] == "UNAVAILABLE"
             recorder.exporter.clear()
-            await refused(client.generate(request=client.request(model="other")), grpc.StatusCode.NOT_FOUND)
-            (schedule,) = await recorder.children("text_completion other")
-        assert attributes_of(schedule)["error.type"] == "UnknownNameError"
-        assert attributes_of(recorder.named("text_completion other"))["error.type"] == "NOT_FOUND"
+            await refused(client.generate(policy="unheard-of"))
+            (schedule,) = await recorder.children(CALL)
+        assert attributes_of(schedule)["error.type"] == "ValueError"
+        assert attributes_of(recorder.named(CALL))["error.type"] == "INVALID_ARGUMENT"
 
     run(test)
 
