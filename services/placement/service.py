@@ -82,7 +82,7 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
     ) -> scheduler_pb2.ScheduleResponse:
         """Decide, and reserve at the chosen instance."""
         patience = patience_s(context.time_remaining(), self._deadline_s)
-        span = None if self._tracer is None else begun(self._tracer, "Schedule", context)
+        span = None if self._tracer is None else started_span(self._tracer, "Schedule", context)
         if span is None:
             return scheduler_pb2.ScheduleResponse(decision=await self._driver.schedule(request, patience))
         error = ""
@@ -202,7 +202,7 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
         return scheduler_pb2.UsePolicyResponse(policy=request.policy, before=before)
 
 
-def begun(tracer: RequestTracer, method: str, context: Context) -> ActiveSpan | None:
+def started_span(tracer: RequestTracer, method: str, context: Context) -> ActiveSpan | None:
     """Start the span of a call, below that of its caller; None where the call is not sampled."""
     metadata = context.invocation_metadata() or ()
     parent = next((value for name, value in metadata if name == TRACEPARENT.decode()), "")
