@@ -14,7 +14,7 @@ from services.gateway.incoming import AUTHORIZATION, Incoming, headers_to_pass, 
 from services.gateway.keys import ANY_CLIENT, ApiKeys, KeyHolder
 from services.gateway.placing import Placing
 from services.gateway.proxy import RequestForwarder
-from services.gateway.request_spans import RequestSpans
+from services.gateway.request_spans import recorded
 from services.http.application import CLIENT_LEFT, JSON, Application, Call, while_client_stays
 from services.http.client import Headers
 from services.http.errors import ApiError
@@ -23,6 +23,7 @@ from services.http.operator_port import reply_metrics
 from services.http.request_facts import RequestHeaders, body_to_pass, read_headers, request_id_of, request_message
 from services.http.stream_continuation import IDS_FIELD
 from services.live_page.pages import LivePage
+from services.tracing.request_spans import RequestSpans
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +104,7 @@ class Gateway(Application):
             request.arrival_unix_s = call.arrived_unix_s
             hides_token_ids = context.settings.asks_for_token_ids(openai)
             client_body = with_fields(body, RETURN_IDS) if hides_token_ids else body
-            spans = RequestSpans(context.tracer, call, openai, request)
+            spans = RequestSpans(context.tracer, call.headers, openai, request, call.arrived_unix_s, chat=chat)
             passed = headers_to_pass(call.headers, request_id, with_authorization=not self._keys)
             incoming = Incoming(
                 arrived_s=call.arrived_s,
@@ -127,7 +128,7 @@ class Gateway(Application):
                 placing=placing,
                 attainment=attainment_of(incoming, context.metrics),
             )
-            with spans.recorded(call):
+            with recorded(spans, call):
                 await while_client_stays(forwarder.run(), call.receive)
 
     @contextmanager
