@@ -32,7 +32,7 @@ class _ConstantError(ValueError):
     """NaN or an infinity."""
 
 
-def read_json(body: bytes, max_depth: int = MAX_JSON_DEPTH) -> Any:
+def request_json(body: bytes, max_depth: int = MAX_JSON_DEPTH) -> Any:
     """Read a client's body, which must be UTF-8; ValueError where it is no JSON, JsonError where it is not accepted."""
     text = body.decode()
     try:

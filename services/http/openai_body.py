@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from scheduler.prefix.prompt import PROMPT_END_BYTES
-from services.http.json_body import MAX_JSON_DEPTH, JsonError, read_json
+from services.http.json_body import MAX_JSON_DEPTH, JsonError, request_json
 from services.http.stream_continuation import IDS_FIELD, why_not_continuable
 
 MAX_TOKENS = 2**31 - 1
@@ -47,7 +47,7 @@ class OpenAIRequest:
 def read_body(body: bytes, *, chat: bool, max_depth: int = MAX_JSON_DEPTH) -> OpenAIRequest:
     """Read the body of a (chat) completion."""
     try:
-        data = read_json(body, max_depth)
+        data = request_json(body, max_depth)
     except JsonError:
         raise
     except ValueError as error:
