@@ -31,7 +31,7 @@ from services.live_page.pages import live_page_routes
 from services.logs import log_event
 from services.placement.lifecycle import placement_driver
 from services.placement.settings import SchedulerSettings
-from services.rpc.channels import bind_server, make_server
+from services.rpc.channels import bind_server, make_server, streams_for
 from services.rpc.server import MEBIBYTE, freeze_imported_objects, metrics_served, stop_signal
 from services.rpc.settings import ServerSettings
 from services.tracing.otlp import TracingSettings, traced
@@ -127,7 +127,9 @@ async def serving(  # noqa: PLR0913 - all settings of the process
         running = RunningPicker(port=0, health_port=None, metrics_port=metrics_port, picker=picker, service=service)
         health = PickerHealth(lambda: not running.is_draining and len(picker.endpoints) > 0)
         # without the interceptor of other servers, which takes a third of a stream's processor time
-        main = make_server(max_message_bytes=server.max_message_mib * MEBIBYTE)
+        main = make_server(
+            max_message_bytes=server.max_message_mib * MEBIBYTE, max_streams=streams_for(server.max_concurrency)
+        )
         external_processor_pb2_grpc.add_ExternalProcessorServicer_to_server(service, main)
         health_pb2_grpc.add_HealthServicer_to_server(health, main)
         running.port = bind_server(main, server.host, server.port, credentials)

@@ -37,7 +37,11 @@ class Gateway(Application):
 
     def __init__(self, context: GatewayContext, keys: ApiKeys) -> None:
         """Serve with what all requests share; without keys every client is admitted."""
-        super().__init__(max_concurrency=context.settings.max_concurrency)
+        super().__init__(
+            max_concurrency=context.settings.max_concurrency,
+            limits=context.settings.http,
+            registry=context.metrics.registry,
+        )
         self._context = context
         self._keys = keys
         self._known_models = frozenset(context.settings.models)
@@ -157,7 +161,8 @@ class Gateway(Application):
 
     def _read(self, body: bytes, headers: Headers, *, chat: bool) -> tuple[OpenAIRequest, RequestHeaders]:
         try:
-            openai, request_headers = read_body(body, chat=chat), read_headers(headers)
+            openai = read_body(body, chat=chat, max_depth=self.limits.max_json_depth)
+            request_headers = read_headers(headers)
         except ValueError as error:
             raise ApiError.of(error) from None
         if self._known_models and openai.model and openai.model not in self._known_models:
