@@ -33,6 +33,7 @@ from services.placement.settings import SchedulerSettings
 from services.rpc.channels import bind_server, make_server
 from services.rpc.server import MEBIBYTE, freeze_imported_objects, metrics_served, stop_signal
 from services.rpc.settings import ServerSettings
+from services.security.settings import access_controlled
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +107,8 @@ async def serving(
     async with AsyncExitStack() as stack:
         driver = await stack.enter_async_context(placement_driver(decisions, with_addresses(source), registry, poll_s))
         pages = partial(live_page_routes, driver.tail)
-        metrics_port = await stack.enter_async_context(metrics_served(server, registry, pages))
+        access = await stack.enter_async_context(access_controlled(server.access, registry))
+        metrics_port = await stack.enter_async_context(metrics_served(server, registry, pages, access))
         picker = Picker(settings, driver, prompts, metrics)
         service = ExternalProcessorService(picker, settings.max_streams)
         metrics.watch(service.__len__)

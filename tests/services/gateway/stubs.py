@@ -11,9 +11,9 @@ from typing import Any
 
 import grpc
 import httpx
+from services.gateway.keys import ApiKeys
 
 from protos.block.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
-from services.gateway.keys import ApiKeys
 from services.gateway.server import serving
 from services.gateway.settings import GatewaySettings
 from services.rpc.server import ServerSettings

@@ -10,12 +10,12 @@ from unittest import mock
 import grpc
 import httpx
 import pytest
+from services.gateway.keys import ApiKeys
 
 from protos.block.v1 import common_pb2
 from scheduler.decision import Decision
 from scheduler.instances import LATE, QUEUE_FULL, OverloadedError
 from scheduler.intentions import Shed
-from services.gateway.keys import ApiKeys
 from tests.services.files import replace_file
 from tests.services.gateway.stubs import STREAM, Call, Scene, completes, scene, streams
 from tests.services.gateway.test_failing import error_of

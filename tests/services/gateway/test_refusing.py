@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from services.gateway.keys import ApiKeys
+
 from services.gateway.settings import GatewaySettings
 from services.http.errors import ApiError
 from services.http.openai_body import read_body

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
-
 from services.gateway.keys import ApiKeys
+
 from services.gateway.server import InProcessDecisions, serving
 from services.gateway.settings import GatewaySettings
 from services.instances import Listed

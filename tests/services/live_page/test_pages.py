@@ -7,8 +7,8 @@ from contextlib import AsyncExitStack
 
 import httpx
 import pytest
-
 from services.gateway.keys import ApiKeys
+
 from services.live_page.pages import FILES
 from services.placement.tail import MAX_READERS
 from tests.services.live_page.reading import TailOfPage, has, paged
