@@ -33,7 +33,7 @@ from services.placement.settings import SchedulerSettings
 from services.rpc.channels import bind_server, make_server
 from services.rpc.server import MEBIBYTE, freeze_imported_objects, metrics_served, stop_signal
 from services.rpc.settings import ServerSettings
-from services.security.settings import access_controlled
+from services.security.access_settings import access_controlled
 
 log = logging.getLogger(__name__)
 

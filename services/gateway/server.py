@@ -35,8 +35,8 @@ from services.rpc.server import freeze_imported_objects, metrics_served, stop_si
 from services.rpc.server import serving as rpc_serving
 from services.rpc.settings import ServerSettings
 from services.security.access import AccessControl
+from services.security.access_settings import access_controlled
 from services.security.own_key import OwnKey
-from services.security.settings import access_controlled
 from services.tracing.otlp import TracingSettings, traced
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from services.rpc.channels import bind_server, make_server
 from services.rpc.interceptor import CallInterceptor, Handler
 from services.rpc.settings import ServerSettings
 from services.security.access import AccessControl
-from services.security.settings import access_controlled
+from services.security.access_settings import access_controlled
 
 if TYPE_CHECKING:
     from services.http.operator_port import OperatorPort, Routes

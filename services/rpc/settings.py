@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from services.security.settings import AccessSettings
+from services.security.access_settings import AccessSettings
 from services.settings import Nested
 
 MAX_MESSAGE_MIB = 1024

@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from functools import partial
 
 from services.logs import log_event
-from services.security.metrics import AccessMetrics
+from services.security.access_metrics import AccessMetrics
 from services.security.token_bucket import TokenBucket
 from services.supervised_task import supervised
 

@@ -9,8 +9,8 @@ import tomllib
 from pathlib import Path
 
 from services.logs import log_event
+from services.security.access_metrics import AccessMetrics
 from services.security.keys import ApiKeys, keys_from
-from services.security.metrics import AccessMetrics
 from services.watched_file import WatchedFile
 from simulator.codec import read_text
 

@@ -16,7 +16,7 @@ from protos.block.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
 from services.gateway.server import serving
 from services.gateway.settings import GatewaySettings
 from services.rpc.server import ServerSettings
-from services.security.settings import AccessSettings
+from services.security.access_settings import AccessSettings
 from tests.ports import free_port
 from tests.services.security.key_files import key_file
 from tests.services.waiting import LIMIT_S, PATIENCE_S, bound

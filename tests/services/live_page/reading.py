@@ -15,7 +15,7 @@ from services.gateway.settings import GatewaySettings
 from services.instances import Listed
 from services.placement.settings import SchedulerSettings
 from services.rpc.settings import ServerSettings
-from services.security.settings import AccessSettings
+from services.security.access_settings import AccessSettings
 from tests.services.gateway.stubs import LOCAL, completes, engines
 from tests.services.security.key_files import key_file
 from tests.services.stub_sidecars import StubSidecar, sidecars

@@ -11,10 +11,10 @@ from typing import Annotated
 from prometheus_client import CollectorRegistry
 
 from services.security.access import AccessControl
+from services.security.access_metrics import AccessMetrics
 from services.security.audit import auditing
 from services.security.key_file import KeyFile
 from services.security.keys import plain_keys
-from services.security.metrics import AccessMetrics
 from services.settings import Option
 from services.supervised_task import supervised
 
