@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from uuid import uuid4
 
 from services.gateway.attainment import attainment_of
@@ -14,6 +14,7 @@ from services.gateway.incoming import Incoming, headers_to_pass, target_of
 from services.gateway.placing import Placing
 from services.gateway.proxy import RequestForwarder
 from services.gateway.request_spans import RequestSpans
+from services.gateway.usage import UsageControl
 from services.http.application import CLIENT_LEFT, JSON, Application, Call, while_client_stays
 from services.http.client import Headers
 from services.http.errors import ApiError
@@ -42,6 +43,7 @@ class Gateway(Application):
         super().__init__(max_concurrency=context.settings.max_concurrency, access=access)
         self._context = context
         self._access = access
+        self._usage = UsageControl(access, context.loop.time)
         self._known_models = frozenset(context.settings.models)
         self._request_ids: set[str] = set()  # of requests under way
         context.metrics.watch(self.__len__, lambda: len(context.releases))
@@ -84,9 +86,12 @@ class Gateway(Application):
         context = self._context
         self.require_open()
         holder = holder_of(call)
-        with self.admitted(), self._unique(call.request_id) as request_id:
+        with ExitStack() as stack:
+            stack.enter_context(self.admitted())
+            request_id = stack.enter_context(self._unique(call.request_id))
             body = await self.body_of(call, context.settings.max_body_bytes)
             openai, headers = self._read(body, call.headers, chat=chat)
+            self._usage.require_model(holder, openai.model)
             num_tokens, block_names = await context.prompts.read_aside(openai)
             try:
                 request = request_message(
@@ -106,6 +111,7 @@ class Gateway(Application):
             request.arrival_unix_s = call.arrived_unix_s
             hides_token_ids = context.settings.asks_for_token_ids(openai)
             client_body = with_fields(body, RETURN_IDS) if hides_token_ids else body
+            usage = stack.enter_context(self._usage.metered(call, holder, openai, request.prompt_tokens))
             spans = RequestSpans(context.tracer, call, openai, request)
             passed = headers_to_pass(call.headers, request_id, with_keys=not self._access.checks_keys)
             incoming = Incoming(
@@ -119,6 +125,7 @@ class Gateway(Application):
                 client_body=client_body,
                 body=body_to_pass(client_body, openai, request),
                 is_chat=chat,
+                usage=usage,
                 hides_token_ids=hides_token_ids,
                 explain=headers.explain,
             )

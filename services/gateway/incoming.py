@@ -19,6 +19,7 @@ from services.http.request_facts import body_to_pass
 from services.http.stream_continuation import CHAT, Continuation
 from services.rpc.objectives import with_objective
 from services.security.access import KEY_HEADERS
+from services.security.usage_limits import NOT_METERED, MeteredRequest
 
 NOT_PASSED = frozenset((b"accept-encoding", REQUEST_ID))  # the gateway reads responses, and names requests itself
 
@@ -36,6 +37,7 @@ class Incoming:
     own_body: bytes  # as the client sent it
     client_body: bytes  # with what the gateway asks for in its place
     body: bytes  # for the engine
+    usage: MeteredRequest = NOT_METERED  # by the limits of its key
     explain: bool = False  # whether the reply explains the decision
     is_chat: bool = False
     hides_token_ids: bool = False  # the gateway asks for token ids, and the client did not

@@ -185,18 +185,30 @@ def _meter(meters: dict[str, UsageMeter], name: str, limits: UsageLimits, whose:
     return found
 
 
-def begin(
-    meters: Sequence[UsageMeter], *, prompt_tokens: int, max_tokens: int | None, expected: int, now_s: float
+def begin(  # noqa: PLR0913 - what a request is counted by
+    meters: Sequence[UsageMeter],
+    *,
+    prompt_tokens: int,
+    max_tokens: int | None,
+    expected: int,
+    num_responses: int = 1,
+    now_s: float,
 ) -> MeteredRequest:
     """Count a request in all meters, or in none where one of them refuses: LimitReachedError.
 
-    Until its length is predicted, it is counted with its prompt and its own limit, or an expected length.
+    Until its length is predicted, it is counted with its prompt and its own limit, or else an expected length.
     """
     if not meters:
         return NOT_METERED
-    counted = prompt_tokens + (expected if max_tokens is None else max_tokens)
+    counted = prompt_tokens + num_responses * (expected if max_tokens is None else max_tokens)
     for meter in meters:
         meter.require(counted, now_s)
     for meter in meters:
         meter.begin(counted, now_s)
-    return MeteredRequest(meters=meters, counted=counted, max_tokens=max_tokens, prompt_tokens=prompt_tokens)
+    return MeteredRequest(
+        meters=meters,
+        counted=counted,
+        prompt_tokens=prompt_tokens,
+        max_tokens=max_tokens,
+        num_responses=num_responses,
+    )
