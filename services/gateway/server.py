@@ -36,7 +36,7 @@ from services.rpc.server import serving as rpc_serving
 from services.rpc.settings import ServerSettings
 from services.security.access import AccessControl
 from services.security.access_settings import access_controlled
-from services.security.own_key import OwnKey
+from services.security.own_key import own_key
 from services.tracing.otlp import TracingSettings, traced
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ async def deciding(  # noqa: PLR0913, PLR0917 - what either way needs
     failures, within_s = metrics.scheduler_failures, settings.schedule_s
     if decisions is None:
         schedulers = Schedulers(
-            settings.schedulers, within_s=within_s, failures=failures, key=OwnKey(settings.part_key_file)
+            settings.schedulers, within_s=within_s, failures=failures, key=own_key(settings.part_key_file)
         )
         try:
             yield schedulers, None

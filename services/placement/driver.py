@@ -40,7 +40,7 @@ from services.placement.tail import Tail
 from services.rpc.errors import UnknownNameError
 from services.rpc.messages import LEG_NAMES, LEG_VALUES, forecast_message, request_from, require_name
 from services.rpc.objectives import fill_from, objective_from, set_objective
-from services.security.own_key import OwnKey
+from services.security.own_key import own_key
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class PlacementDriver:
         self.objectives = ObjectiveTable() if objectives is None else objectives
         self._lengths = lengths
         self._metrics = metrics
-        provisioners = ProvisionerWatch(settings.provisioners, OwnKey(settings.part_key_file))
+        provisioners = ProvisionerWatch(settings.provisioners, own_key(settings.part_key_file))
         self.tail = Tail(registry, self.log, metrics.registry, self._about, provisioners)
         self._listeners = (*listeners, self.log, self.tail)
         self._fan_outs = asyncio.Semaphore(settings.max_deciding)

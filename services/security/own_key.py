@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from functools import cache
 from typing import Annotated
 
 from services.logs import log_event
@@ -66,6 +67,12 @@ class OwnKey:
 
 
 NO_OWN_KEY = OwnKey()
+
+
+@cache
+def own_key(path: str) -> OwnKey:
+    """Return the key of a file, one for all channels of this process; without a path, none."""
+    return OwnKey(path) if path else NO_OWN_KEY
 
 
 def key_from_file(path: str) -> str:
