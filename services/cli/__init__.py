@@ -20,6 +20,7 @@ COMMANDS = {
     "experiment": LazyCommand("services.cli.experiment:experiment", "Run an experiment and write its report"),
     "explain": LazyCommand("services.cli.explain:explain", "Explain the decision about a request"),
     "forecast": LazyCommand("services.cli.forecast:forecast", "Forecast a request on an engine's snapshot"),
+    "keys": LazyCommand("services.cli.keys:keys", "Make API keys and the file that servers read"),
     "observe": LazyCommand("services.cli.observe:observe", "Record what one engine serves for a while"),
     "policies": LazyCommand("services.cli.policies:policies", "List policies, or switch a running scheduler's"),
     "profile": LazyCommand("services.cli.profile:profile", "Show, measure or fit latency profiles"),

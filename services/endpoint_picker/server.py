@@ -34,6 +34,7 @@ from services.placement.settings import SchedulerSettings
 from services.rpc.channels import bind_server, make_server, streams_for
 from services.rpc.server import MEBIBYTE, freeze_imported_objects, metrics_served, stop_signal
 from services.rpc.settings import ServerSettings
+from services.security.access_settings import access_controlled
 from services.tracing.otlp import TracingSettings, traced
 
 if TYPE_CHECKING:
@@ -120,7 +121,8 @@ async def serving(  # noqa: PLR0913 - all settings of the process
     async with AsyncExitStack() as stack:
         driver = await stack.enter_async_context(placement_driver(decisions, with_addresses(source), registry, poll_s))
         pages = partial(live_page_routes, driver.tail)
-        metrics_port = await stack.enter_async_context(metrics_served(server, registry, pages))
+        access = await stack.enter_async_context(access_controlled(server.access, registry))
+        metrics_port = await stack.enter_async_context(metrics_served(server, registry, pages, access))
         picker = Picker(settings, driver, prompts, metrics, tracer)
         service = ExternalProcessorService(picker, settings.max_streams)
         metrics.watch(service.__len__)

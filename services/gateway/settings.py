@@ -15,6 +15,7 @@ from services.http.openai_body import OpenAIRequest
 from services.http.prompt_tokens import BlockTokens, ChatTemplateFile, HashSeed, TokenizerFile
 from services.instances import require_address
 from services.objectives import ObjectivesFile
+from services.security.own_key import PartKeyFile
 from services.settings import Nested, Option
 
 BY_SCHEDULER, IN_PROCESS = DECIDE = ("scheduler", "in-process")
@@ -69,14 +70,7 @@ class GatewaySettings:
             unset="the models of the instances",
         ),
     ] = ()
-    api_key_file: Annotated[
-        str,
-        Option(
-            "File with the accepted API keys, one line each: [NAME] KEY [objective=OBJECTIVE] "
-            "[operator]. Where a key is an operator's, only such keys open the live page.",
-            metavar="FILE",
-        ),
-    ] = ""
+    part_key_file: PartKeyFile = ""
     objectives: ObjectivesFile = ""
 
     schedule_s: Annotated[float, "Maximum time that a scheduler may take to decide, in seconds."] = 1.0

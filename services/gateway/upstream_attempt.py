@@ -211,7 +211,9 @@ class UpstreamAttempt:
             else:
                 self._reported = common_pb2.Outcome()
                 self._reported.CopyFrom(outcome)  # the release names the reason why this attempt ended
-            self.incoming.spans.ended(self._as_received(outcome))
+            whole = self._as_received(outcome)
+            self.incoming.spans.ended(whole)
+            self.incoming.usage.served(whole.prompt_tokens, whole.output_tokens)
         if self._span is not None:
             self._end_span(self._span, outcome)
         if self.destination.policy == LAST_RESORT:

@@ -7,6 +7,9 @@ import socket
 
 import grpc
 
+from services.rpc.key_sending import BlockingKeySender, key_senders
+from services.security.own_key import NO_OWN_KEY, OwnKey
+
 # A server that returns is reached within a second; one that is cut off silently is noticed within half a minute.
 KEEPALIVE = (
     ("grpc.keepalive_time_ms", 20_000),
@@ -18,10 +21,10 @@ MAX_STREAMS = 4096  # of one connection at a time
 HANDSHAKE_S = 10.0
 
 
-def open_channel(address: str) -> grpc.aio.Channel:
+def open_channel(address: str, key: OwnKey = NO_OWN_KEY) -> grpc.aio.Channel:
     """Open a channel to host:port; it connects when it is first used, and again within a second after a failure.
 
-    Placements use `grpc_channel.py`, which takes less processor time.
+    Placements use `grpc_channel.py`, which takes less processor time. All calls are made with a key, if there is one.
     """
     options = (
         ("grpc.initial_reconnect_backoff_ms", 100),
@@ -32,12 +35,13 @@ def open_channel(address: str) -> grpc.aio.Channel:
         *KEEPALIVE,
         *NO_PROXY,
     )
-    return grpc.aio.insecure_channel(address, options=options)
+    return grpc.aio.insecure_channel(address, options=options, interceptors=key_senders(key))
 
 
-def open_blocking_channel(address: str) -> grpc.Channel:
+def open_blocking_channel(address: str, key: OwnKey = NO_OWN_KEY) -> grpc.Channel:
     """Open a channel for a command that has no event loop."""
-    return grpc.insecure_channel(address, options=NO_PROXY)
+    channel = grpc.insecure_channel(address, options=NO_PROXY)
+    return grpc.intercept_channel(channel, BlockingKeySender(key)) if key else channel
 
 
 def make_server(
