@@ -77,7 +77,8 @@ class RegisteredInstances(InstanceSource):
         """Return the list where it changed; a change of the file or an expiry counts also while the source fails."""
         if self._file is not None:
             async with self._one_change:
-                self._registered = await asyncio.to_thread(self._file.read) or self._registered
+                read = await asyncio.to_thread(self._file.read)
+                self._registered = self._registered if read is None else read
         await self._forget()
         try:
             listed = await self._source.poll()

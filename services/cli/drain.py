@@ -9,7 +9,9 @@ from urllib.parse import quote
 
 import click
 
+from services.cli.caller_key import api_key_option
 from services.cli.operator_client import OperatorReply, call_all, json_option, operator_option, require_success
+from services.security.own_key import OwnKey
 
 NOT_FOUND = 404
 POLL_S = 0.5
@@ -43,6 +45,7 @@ STILL_BUSY = 1  # exit status
     help="Maximum time to wait, in seconds; then the exit status is 1.",
 )
 @operator_option
+@api_key_option
 @json_option
 def drain(
     *,
@@ -53,6 +56,7 @@ def drain(
     wait: bool,
     wait_s: float,
     operators: tuple[str, ...],
+    key: OwnKey,
     as_json: bool,
 ) -> int:
     """Send no new requests to the instance NAME, whatever list it is from; move those that it still has in time.
@@ -61,13 +65,13 @@ def drain(
     """
     body = {"deadline_s": deadline_s, "migrate": migrate, "force_after_s": force_after_s}
     path = f"/instances/{quote(instance_id, safe='')}"
-    replies = call_all(operators, "POST", f"{path}/drain", body)
+    replies = call_all(operators, key, "POST", f"{path}/drain", body)
     require_success(replies)
     if not as_json:
         click.echo(f"{instance_id} drains")
     left = _requests_left(replies)
     if wait:
-        left = _waited(operators, path, wait_s, quiet=as_json)
+        left = _waited(operators, key, path, wait_s, quiet=as_json)
     if as_json:
         click.echo(json.dumps({"instance_id": instance_id, "requests": left, **body}))
     return STILL_BUSY if wait and left else 0
@@ -76,19 +80,20 @@ def drain(
 @click.command()
 @click.argument("instance_id", metavar="NAME")
 @operator_option
+@api_key_option
 @json_option
-def undrain(instance_id: str, operators: tuple[str, ...], *, as_json: bool) -> None:
+def undrain(instance_id: str, operators: tuple[str, ...], key: OwnKey, *, as_json: bool) -> None:
     """Send requests to the instance NAME again."""
-    replies = call_all(operators, "DELETE", f"/instances/{quote(instance_id, safe='')}/drain")
+    replies = call_all(operators, key, "DELETE", f"/instances/{quote(instance_id, safe='')}/drain")
     require_success(replies)
     click.echo(json.dumps({"instance_id": instance_id}) if as_json else f"{instance_id} takes requests again")
 
 
-def _waited(operators: tuple[str, ...], path: str, wait_s: float, *, quiet: bool) -> int | None:
+def _waited(operators: tuple[str, ...], key: OwnKey, path: str, wait_s: float, *, quiet: bool) -> int | None:
     """Return the number of requests left: none, or those at the end of the time; show it whenever it changes."""
     until_s, shown = time.monotonic() + wait_s, -1
     while True:
-        replies = call_all(operators, "GET", path)
+        replies = call_all(operators, key, "GET", path)
         require_success(replies, also=(NOT_FOUND,))  # it is gone: no request is left
         left = _requests_left(replies)
         if left is not None and left != shown and not quiet:

@@ -8,7 +8,9 @@ from urllib.parse import quote
 
 import click
 
+from services.cli.caller_key import api_key_option
 from services.cli.operator_client import OperatorReply, call_all, json_option, operator_option, require_success
+from services.security.own_key import OwnKey
 
 
 @click.group()
@@ -18,10 +20,11 @@ def instances() -> None:
 
 @instances.command(name="list")
 @operator_option
+@api_key_option
 @json_option
-def list_instances(operators: tuple[str, ...], *, as_json: bool) -> None:
+def list_instances(operators: tuple[str, ...], key: OwnKey, *, as_json: bool) -> None:
     """List the instances: where each comes from, its state, its health and its requests."""
-    replies = call_all(operators, "GET", "/instances")
+    replies = call_all(operators, key, "GET", "/instances")
     require_success(replies)
     if as_json:
         click.echo(json.dumps({"schedulers": [{"operator": reply.url, **reply.body} for reply in replies]}))
@@ -45,6 +48,7 @@ def list_instances(operators: tuple[str, ...], *, as_json: bool) -> None:
 )
 @click.option("--replace", is_flag=True, help="Replace an instance of this name that has other facts.")
 @operator_option
+@api_key_option
 @json_option
 def add(
     *,
@@ -57,6 +61,7 @@ def add(
     ttl_s: float | None,
     replace: bool,
     operators: tuple[str, ...],
+    key: OwnKey,
     as_json: bool,
 ) -> None:
     """Register the instance NAME: the URL of its engine, and host:port of its sidecar."""
@@ -70,7 +75,7 @@ def add(
     }
     if ttl_s is not None:
         table["ttl_s"] = ttl_s
-    replies = call_all(operators, "POST", f"/instances?replace={str(replace).lower()}", table)
+    replies = call_all(operators, key, "POST", f"/instances?replace={str(replace).lower()}", table)
     require_success(replies)
     _report(replies, f"{instance_id} is registered", as_json=as_json)
 
@@ -78,10 +83,11 @@ def add(
 @instances.command()
 @click.argument("instance_id", metavar="NAME")
 @operator_option
+@api_key_option
 @json_option
-def remove(instance_id: str, operators: tuple[str, ...], *, as_json: bool) -> None:
+def remove(instance_id: str, operators: tuple[str, ...], key: OwnKey, *, as_json: bool) -> None:
     """Remove the instance NAME, which was registered; its requests go on to their end."""
-    replies = call_all(operators, "DELETE", f"/instances/{quote(instance_id, safe='')}")
+    replies = call_all(operators, key, "DELETE", f"/instances/{quote(instance_id, safe='')}")
     require_success(replies)
     _report(replies, f"{instance_id} is removed", as_json=as_json)
 

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import click
 
 from services.http.client import HttpClient, origin_of, request_head
+from services.security.own_key import OwnKey
 from services.settings import PORTS
 
 WITHIN_S = 10.0
 MAX_REPLY_BYTES = 64 * 2**20
-KEY_VARIABLE = "BLOCK_API_KEY"
 
 operator_option = click.option(
     "--operator",
@@ -39,8 +38,11 @@ class OperatorReply(NamedTuple):
     body: Any
 
 
-def call_all(operators: Sequence[str], method: str, path: str, body: Any = None) -> list[OperatorReply]:
-    """Call each port at the same time; ClickException names those that cannot be reached, ValueError a bad URL."""
+def call_all(operators: Sequence[str], key: OwnKey, method: str, path: str, body: Any = None) -> list[OperatorReply]:
+    """Call each port at the same time, with a key.
+
+    ClickException names those that cannot be reached, ValueError a bad URL.
+    """
     for url in operators:
         try:
             origin_of(url)
@@ -48,7 +50,7 @@ def call_all(operators: Sequence[str], method: str, path: str, body: Any = None)
             raise ValueError(f"operator: {error}") from None
     if not operators:
         raise ValueError("operator: is missing")
-    return asyncio.run(_call_all(operators, method, path, body))
+    return asyncio.run(_call_all(operators, key, method, path, body))
 
 
 def require_success(replies: Sequence[OperatorReply], *, also: Sequence[int] = ()) -> None:
@@ -66,24 +68,26 @@ def error_in(body: Any) -> str:
     return str(error.get("message")) if isinstance(error, dict) else str(body)[:200]
 
 
-async def _call_all(operators: Sequence[str], method: str, path: str, body: Any) -> list[OperatorReply]:
+async def _call_all(operators: Sequence[str], key: OwnKey, method: str, path: str, body: Any) -> list[OperatorReply]:
     client = HttpClient()
+    data = b"" if body is None else json.dumps(body).encode()
+    headers = [(b"content-type", b"application/json")]
+    headers += [(name.encode(), value.encode()) for name, value in key.metadata()]
+
+    async def call(url: str) -> OperatorReply:
+        head = request_head(method.encode(), origin_of(url), path.encode(), headers, len(data))
+        return await _replied(client, url, head, data)
+
     try:
-        return list(await asyncio.gather(*(_call(client, url, method, path, body) for url in operators)))
+        return list(await asyncio.gather(*map(call, operators)))
     finally:
         client.close()
 
 
-async def _call(client: HttpClient, url: str, method: str, path: str, body: Any) -> OperatorReply:
-    data = b"" if body is None else json.dumps(body).encode()
-    headers = [(b"content-type", b"application/json")]
-    if key := os.environ.get(KEY_VARIABLE):
-        headers.append((b"authorization", b"Bearer " + key.encode()))
-    origin = origin_of(url)
+async def _replied(client: HttpClient, url: str, head: bytes, data: bytes) -> OperatorReply:
     try:
         async with asyncio.timeout(WITHIN_S):
-            head = request_head(method.encode(), origin, path.encode(), headers, len(data))
-            connection = await client.send(origin, head, data, WITHIN_S)
+            connection = await client.send(origin_of(url), head, data, WITHIN_S)
             try:
                 text = await connection.read_all(WITHIN_S, MAX_REPLY_BYTES) if connection.status != 204 else b""
             finally:

@@ -22,6 +22,7 @@ from services.http.proxying import engine_error
 from services.http.sse import CANCELLED, FAILED
 from services.http.stream_continuation import Continuation, NotContinuableError, StreamTranscript, failure_in
 from services.logs import log_event
+from services.tracing.request_spans import MIGRATIONS
 
 log = logging.getLogger(__name__)
 
@@ -185,6 +186,7 @@ class StreamRelay:
         attempt = self.attempt
         rest = self._rest_of(transcript)
         self._num_migrations += 1
+        self.incoming.spans.set({MIGRATIONS: self._num_migrations})
         earlier = attempt.part_so_far(transcript.num_tokens)
         attempt.migration = FAILURE
         attempt.finish(FAILED, counts=False)

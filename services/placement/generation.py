@@ -27,6 +27,7 @@ from services.http.proxying import OK
 from services.http.stream_continuation import CHAT, IDS_FIELD, Continuation, NotContinuableError, StreamTranscript
 from services.logs import log_event
 from services.placement.driver import PlacementDriver
+from services.placement.generation_spans import GenerationSpans, answer_recorded
 from services.placement.generation_tracker import GenerationTracker
 from services.placement.upstream_engine import (
     MAX_ERROR_BYTES,
@@ -38,10 +39,12 @@ from services.placement.upstream_engine import (
 )
 from services.retry_budget import RetryBudget
 from services.rpc.objectives import with_objective
+from services.tracing.request_spans import DECODE, MIGRATIONS, PREFILL, SERVE, end_prefill
 
 log = logging.getLogger(__name__)
 
 MAX_PREFILL_BYTES = 16 * 2**20  # of a reply
+CUT = "length"  # why an answer ends that has as many tokens as it may
 PLANNED, FAILURE = "planned", "failed"  # why another engine continues, as outcomes name it
 LIMIT, BUDGET, NO_INSTANCE = "limit", "migration_budget", "no_instance"  # why none does
 OF_THE_REST = (  # what a request for the rest of an answer changes
@@ -70,6 +73,7 @@ class Generation:
     message: scheduler_pb2.GenerateRequest
     arrived_s: float  # monotonic
     waited_s: float  # before that
+    spans: GenerationSpans
     _excluded: frozenset[str] = frozenset()
     _held: HeldBlocks | None = None  # by the instance of a prefill leg, not fetched yet
     _num_failed_fetches: int = 0
@@ -116,6 +120,7 @@ class Generation:
                 failure = await self._given_up(placement, decision, tracker, error)
                 if attempt >= settings.attempts or not self._tries_another(placement, decision, tracker):
                     raise failure from None
+                tracker.is_continued = tracker.num_chunks > 0
             else:
                 if self._next is not None:
                     continue
@@ -124,8 +129,14 @@ class Generation:
                 yield scheduler_pb2.GenerateResponse(outcome=self._whole(tracker.outcome()))
                 return
             finally:
-                if not tracker.is_released:
-                    self.driver.ended(tracker.outcome())
+                self._ended(tracker)
+
+    def _ended(self, tracker: GenerationTracker) -> None:
+        """Report how the attempt of one engine ended, unless that is done."""
+        if not tracker.is_released:
+            self.driver.ended(tracker.outcome())
+        if self.spans.request.is_recorded and not tracker.is_continued:
+            self.spans.request.ended(self._whole(tracker.outcome()))
 
     async def _placed_next(self, failure: EngineError | None) -> tuple[Placement, common_pb2.Decision]:
         """Place the request; the error of an engine that failed is more precise than that there is no other one."""
@@ -178,7 +189,9 @@ class Generation:
             log_event(log, logging.INFO, "stream not continued", request_id=tracker.request.request_id, why=str(why))
             return False
         tracker.migration = FAILURE
+        whole = self._whole(tracker.outcome())
         self._continue_as(rest, decision, tracker)
+        self._record_move(whole)
         assert self._transcript is not None
         self._transcript.continue_as(rest)
         self.attempts.labels("continued").inc()
@@ -187,7 +200,7 @@ class Generation:
     async def _moved(self, decision: common_pb2.Decision, tracker: GenerationTracker) -> bool:
         """Find another instance for the rest of a stream whose own drains; False where it stays."""
         self._leaves = False
-        before = {name: getattr(self, name) for name in OF_THE_REST}
+        before, whole = {name: getattr(self, name) for name in OF_THE_REST}, self._whole(tracker.outcome())
         try:
             rest = self._rest_of(decision)
             self._excluded |= {decision.instance.instance_id}
@@ -203,7 +216,8 @@ class Generation:
             if self._stay is not None:
                 self.driver.requests.stays(self._stay, str(why))
             return False
-        tracker.migration = PLANNED
+        tracker.migration, tracker.is_continued = PLANNED, True
+        self._record_move(whole)
         self.attempts.labels(PLANNED).inc()
         log_event(
             log, logging.INFO, "stream continued", how=PLANNED, request_id=tracker.request.request_id,
@@ -225,6 +239,11 @@ class Generation:
         if not self.migrations.spend():
             raise NotContinuableError(BUDGET)
         return rest
+
+    def _record_move(self, whole: common_pb2.Outcome) -> None:
+        """Record the part of the answer that has come, and how often it has moved."""
+        self.spans.request.ended(whole)
+        self.spans.request.set({MIGRATIONS: self._num_migrations})
 
     def _continue_as(self, rest: Continuation, decision: common_pb2.Decision, tracker: GenerationTracker) -> None:
         """Make the request for the rest the one that is placed and sent next."""
@@ -283,13 +302,15 @@ class Generation:
         message, request = self.message, self.message.request
         request.waited_s, request.leg, request.in_s = self.waited_s, leg, 0.0
         request.ClearField("held_s")
-        placement, decision = await self.driver.place(
-            request,
-            prompt=self.engine_request.prompt,
-            policy=message.policy,
-            excluded=self._excluded,
-            explain=message.explain,
-            arrived_s=self.arrived_s,
+        placement, decision = await self.spans.request.scheduled(
+            self.driver.place(
+                request,
+                prompt=self.engine_request.prompt,
+                policy=message.policy,
+                excluded=self._excluded,
+                explain=message.explain,
+                arrived_s=self.arrived_s,
+            )
         )
         facts = with_objective(request, decision.objective) if decision.HasField("objective") else request
         waited_s = self.waited_s + time.monotonic() - self.arrived_s
@@ -342,34 +363,45 @@ class Generation:
         self._stay = stay = self.driver.requests.enter(
             decision.instance.instance_id, self._leave if held is None else None, forced.set
         )
+        leg = self.spans.leg(SERVE if held is None else DECODE, decision.instance, decision.policy)
         pieces = stream_answer(
             self.client,
             handle.instance,
-            self._to_send,
+            self.spans.traced(self._to_send, leg),
             (settings.first_token_s, settings.idle_s),
             prompt=None if held is None else held.prompt,
             sent=tracker.sent,
             received=self._received,
         )
-        try:
-            async with aclosing(pieces) as open_pieces:
-                async for piece in open_pieces:
-                    if forced.is_set():
-                        raise EngineError(REMOVED)
-                    tracker.received(piece)
-                    if piece.is_answer():
-                        yield scheduler_pb2.Chunk(
-                            text=piece.text,
-                            token_ids=() if self._hides_ids else piece.token_ids,
-                            num_tokens=len(piece.token_ids),
-                            finish_reason=piece.finish_reason,
-                        )
-        except (ConnectionError, TimeoutError):
-            if not tracker.is_complete:  # only the usage is missing
-                raise
-        finally:
-            stay.end()
-        tracker.require_end()
+        with answer_recorded(leg, tracker):
+            try:
+                async with aclosing(pieces) as open_pieces:
+                    async for piece in open_pieces:
+                        if forced.is_set():
+                            raise EngineError(REMOVED)
+                        tracker.received(piece)
+                        if piece.is_answer():
+                            yield scheduler_pb2.Chunk(
+                                text=piece.text,
+                                token_ids=() if self._hides_ids else piece.token_ids,
+                                num_tokens=len(piece.token_ids),
+                                finish_reason=piece.finish_reason,
+                            )
+            except (ConnectionError, TimeoutError):
+                if not tracker.is_complete:  # only the usage is missing
+                    if not self._has_all_of(tracker):
+                        raise
+                    yield scheduler_pb2.Chunk(finish_reason=CUT)
+            finally:
+                stay.end()
+            tracker.require_end()
+
+    def _has_all_of(self, tracker: GenerationTracker) -> bool:
+        """Whether all tokens have come that the request allows, so that only the reason for the end is missing."""
+        if self._transcript is None or self._transcript.end() is None:
+            return False
+        tracker.finish_reason = common_pb2.FINISH_REASON_LENGTH
+        return True
 
     def _leave(self) -> None:
         self._leaves = True
@@ -384,6 +416,7 @@ class Generation:
         leg = PrefillLeg(
             request=self.message.request, instance_id=instance_id, policy=decision.policy, arrived_s=entered_s
         )
+        span = None
         try:
             if self._undivided or self._held is not None:
                 leg.result = SKIPPED
@@ -391,11 +424,12 @@ class Generation:
             handle = self.driver.registry.find(instance_id)
             if handle is None:
                 raise PrefillError("instance was removed from the list")
+            span = self.spans.leg(PREFILL, decision.prefill.instance, decision.policy)
             reply = await leg.send(
                 self.client,
                 origin_of(handle.instance.engine_url),
                 target=self._to_send.path,
-                headers=self._to_send.headers(),
+                headers=self.spans.traced(self._to_send, span).headers(),
                 body=self._to_send.body_for(handle.instance.models),
                 connector=KV_CONNECTORS[settings.kv_connector],
                 within_s=settings.first_token_s,
@@ -405,6 +439,7 @@ class Generation:
             raise PrefillError(str(error) or "the engine did not answer in time") from None
         finally:
             self.prefills.labels(leg.result).inc()
+            end_prefill(span, leg.result)
             self.driver.ended(leg.outcome())
         if reply.status != OK:
             refusal = error_of(reply.status, reply.body[:MAX_ERROR_BYTES])

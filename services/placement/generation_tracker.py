@@ -36,6 +36,7 @@ class GenerationTracker:
     hand_over_s: float | None = None
     sent_s: float | None = None
     is_released: bool = False
+    is_continued: bool = False
     migration: str = ""  # why another instance goes on with the answer
     first_s: float | None = None
     last_s: float | None = None

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from urllib.parse import parse_qs, unquote
@@ -24,35 +23,19 @@ MAX_BODY_BYTES = 64 * 1024
 ID_FIELD = "instance_id"
 COUNTS = ("num_running", "num_waiting", "num_reserved")
 
-Admit = Callable[[Call], None]
 
-
-def admit_local(call: Call) -> None:
-    """Admit callers on this machine, but no page of another site that a browser shows here."""
-    host = (call.scope.get("client") or ("",))[0]
-    try:
-        is_local = ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        is_local = False
-    if not is_local or call.header(b"origin") is not None:
-        raise ApiError(403, "instances can be listed and changed from the server's own machine only")
-
-
-def instance_routes(
-    driver: PlacementDriver, app: Application, *, admit: Admit = admit_local
-) -> Mapping[str, Mapping[str, Endpoint]]:
-    """Return the endpoints for a port of operators."""
-    return InstancePages(driver, app, admit).routes
+def instance_routes(driver: PlacementDriver, app: Application) -> Mapping[str, Mapping[str, Endpoint]]:
+    """Return the endpoints for a port of operators, which checks the callers."""
+    return InstancePages(driver, app).routes
 
 
 class InstancePages:
     """Lists and changes the instances of one placement driver."""
 
-    def __init__(self, driver: PlacementDriver, app: Application, admit: Admit) -> None:
-        """Serve callers that `admit` does not refuse."""
+    def __init__(self, driver: PlacementDriver, app: Application) -> None:
+        """Serve as a part of an application."""
         self._driver = driver
         self._app = app
-        self._admit = admit
 
     @property
     def routes(self) -> Mapping[str, Mapping[str, Endpoint]]:
@@ -63,12 +46,10 @@ class InstancePages:
         }
 
     async def _list(self, call: Call) -> None:
-        self._admit(call)
         instances = [self._described(known) for known in self._driver.registered.known()]
         await _reply(call, 200, {"instances": instances, "scheduler_id": self._driver.settings.scheduler_id})
 
     async def _register(self, call: Call) -> None:
-        self._admit(call)
         query = parse_qs(call.scope["query_string"].decode("latin-1"), keep_blank_values=True)
         replaces = query.get("replace", ["false"])[-1]
         if replaces not in ("true", "false", ""):
@@ -77,7 +58,6 @@ class InstancePages:
 
     async def _one(self, call: Call) -> None:
         """Serve /instances/ID and /instances/ID/drain; in an id, / is written as %2F."""
-        self._admit(call)
         parts = _raw_path(call).split("/")[2:]
         instance_id, method = unquote(parts[0]), call.scope["method"]
         if len(parts) == 1 and instance_id:
