@@ -11,6 +11,7 @@ import grpc
 from google.protobuf.json_format import MessageToDict
 
 from services.cli.scheduler_client import message_of, query, scheduler_option
+from services.cli.tls_options import tls_options
 
 
 @click.command()
@@ -18,6 +19,7 @@ from services.cli.scheduler_client import message_of, query, scheduler_option
 @scheduler_option
 @click.option("--record", metavar="FILE", default=None, help="Read the decision from a recording.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@tls_options
 def explain(request_id: str, scheduler: tuple[str, ...], record: str | None, *, as_json: bool) -> None:
     """Explain the decision about the request REQUEST_ID: its candidates, their scores, and the skipped instances.
 

@@ -8,6 +8,7 @@ import click
 import grpc
 
 from services.cli.scheduler_client import message_of, query, scheduler_option
+from services.cli.tls_options import tls_options
 
 
 @click.group(invoke_without_command=True)
@@ -50,6 +51,7 @@ def policies(context: click.Context, *, as_json: bool) -> None:
 @policies.command()
 @click.argument("policy")
 @scheduler_option
+@tls_options
 def use(policy: str, scheduler: tuple[str, ...]) -> None:
     """Switch running schedulers of this machine to POLICY, until they stop."""
     from protos.block.v1 import scheduler_pb2
@@ -68,6 +70,7 @@ def use(policy: str, scheduler: tuple[str, ...]) -> None:
 
 @policies.command()
 @scheduler_option
+@tls_options
 def show(scheduler: tuple[str, ...]) -> None:
     """Show the policy and the instances of running schedulers."""
     from protos.block.v1 import scheduler_pb2

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import click
 
 from services.cli.scheduler_client import scheduler_option
+from services.cli.tls_options import tls_options
 from services.settings import PORTS
 
 SORTS = ("name", "waiting", "running", "kv", "drain", "requests")
@@ -37,6 +38,7 @@ CLEAR, HOME, CLEAR_LINE, CLEAR_BELOW = "\x1b[2J", "\x1b[H", "\x1b[K", "\x1b[J"
 @click.option("--sort", type=click.Choice(SORTS), default="name", show_default=True, help="Order of the instances.")
 @click.option("--once", is_flag=True, help="Print one reading and exit.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per reading, each on a line.")
+@tls_options
 def top(
     *,
     scheduler: tuple[str, ...],

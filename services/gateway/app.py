@@ -104,7 +104,8 @@ class Gateway(Application):
             hides_token_ids = context.settings.asks_for_token_ids(openai)
             client_body = with_fields(body, RETURN_IDS) if hides_token_ids else body
             spans = RequestSpans(context.tracer, call, openai, request)
-            passed = headers_to_pass(call.headers, request_id, with_authorization=not self._keys)
+            hides_key = bool(self._keys) or context.engines.sends_key
+            passed = headers_to_pass(call.headers, request_id, with_authorization=not hides_key)
             incoming = Incoming(
                 arrived_s=call.arrived_s,
                 openai=openai,

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 import socket
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, Protocol
@@ -32,15 +33,19 @@ class Draining(Protocol):
 
 
 @asynccontextmanager
-async def answering(
+async def answering(  # noqa: PLR0913 - what any of our servers may need
     app: Draining,
     listener: socket.socket,
     drain_s: float,
     *,
     protocol: type[asyncio.Protocol] | None = None,
     keep_alive_s: int = KEEP_ALIVE_S,
+    tls: ssl.SSLContext | None = None,
 ) -> AsyncIterator[None]:
-    """Serve an application on a bound socket while the block runs; then let requests finish, at most `drain_s`."""
+    """Serve an application on a bound socket while the block runs; then let requests finish, at most `drain_s`.
+
+    Without `tls` it is plain HTTP.
+    """
     config = uvicorn.Config(
         app,
         http=protocol or "httptools",
@@ -56,6 +61,7 @@ async def answering(
     )
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     config.load()
+    config.ssl = tls
     http = uvicorn.Server(config)
     http.lifespan = config.lifespan_class(config)
     await http.startup(sockets=[listener])

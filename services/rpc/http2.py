@@ -15,6 +15,8 @@ from typing import Protocol, cast
 
 from hpack import Decoder, HPACKError
 
+from services.security.handshakes import reason_in
+
 Headers = list[tuple[bytes, bytes]]
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -142,7 +144,7 @@ class Http2Connection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         """End all streams."""
-        self._lose(LostError(f"connection lost: {error}" if error else "connection closed by the server"))
+        self._lose(LostError(f"connection lost: {reason_in(error)}" if error else "connection closed by the server"))
 
     def pause_writing(self) -> None:
         """Count what is written to a server that does not read."""

@@ -12,7 +12,10 @@ from typing import Any, TypeAlias, cast
 import grpc
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from services.rpc.errors import BusyError, message_of, metadata_of, status_of
+from services.rpc.errors import BusyError, NotAllowedError, message_of, metadata_of, status_of
+from services.security.certificates import Certificates
+from services.security.handshakes import SERVER, HandshakeFailure
+from services.security.peer_names import is_allowed, not_allowed
 
 log = logging.getLogger(__name__)
 
@@ -21,6 +24,7 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Continuation: TypeAlias = "Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]]"
 Respond: TypeAlias = "Callable[[], Awaitable[Any]]"
 
+ALTERNATIVE_NAMES = "x509_subject_alternative_name"
 BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 
@@ -38,8 +42,14 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         registry: CollectorRegistry,
         services: Collection[str],
         endless: Collection[str] = (),
+        certificates: Certificates | None = None,
     ) -> None:
-        """Watch `services` (health and reflection stay unlimited); draining does not wait for `endless` methods."""
+        """Watch `services` (health and reflection stay unlimited); draining does not wait for `endless` methods.
+
+        Of clients that present a certificate, `certificates` says which names are allowed.
+        """
+        verifies = certificates is not None and certificates.tls.verifies_clients
+        self._certificates = certificates if verifies else None
         self._max_concurrency = max_concurrency
         self._services = frozenset(services)
         self._endless = frozenset(endless)
@@ -116,6 +126,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             self._enter(is_finite=is_finite)
             try:
                 self._refuse_beyond_limits(context)
+                if self._certificates is not None:
+                    _require_allowed(context, self._certificates)
                 return await respond()
             except grpc.aio.AbortError:
                 code = context.code()
@@ -158,6 +170,18 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             self.num_finite -= 1
             if self.num_finite == 0:
                 self._none_left.set()
+
+
+def _require_allowed(context: Context, certificates: Certificates) -> None:
+    """Refuse the call of a client whose certificate has none of the allowed names."""
+    patterns = certificates.tls.tls_peers
+    if not patterns:
+        return
+    names = [name.decode(errors="replace") for name in context.auth_context().get(ALTERNATIVE_NAMES, ())]
+    if not is_allowed(names, patterns):
+        reason = not_allowed("client", names, patterns)
+        certificates.handshakes.failed(SERVER, HandshakeFailure(reason="not_allowed", text=reason))
+        raise NotAllowedError(reason)
 
 
 async def _send(responses: Any, context: Context) -> None:

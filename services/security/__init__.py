@@ -1,0 +1,1 @@
+"""TLS between the parts of Block, and what protects its servers."""
