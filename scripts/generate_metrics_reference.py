@@ -37,6 +37,7 @@ PARTS = {
     "tagger_server": "Length tagger",
     "provisioner_server": "Provisioner",
     "rpc": "Every gRPC server",
+    "security": "TLS, of every process with certificates",
     "emulator": "Emulated engine",
 }
 

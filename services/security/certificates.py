@@ -10,6 +10,7 @@ import ssl
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -125,9 +126,9 @@ class Certificates:
         return _FollowingContext.of(self, "rpc") if self.tls.tls_ca else None
 
     def lost_after_handshake(self, reason: str) -> str:
-        """Say why a server may have closed a connection whose handshake this side had completed, and count it."""
+        """Say why a server may have closed a connection before its first message, and count it."""
         if not self.tls.tls_ca:
-            return reason
+            return f"{reason}; if it uses TLS, give --tls-ca"
         self.handshakes.failed(CLIENT, HandshakeFailure(reason="refused_by_peer", text=reason))
         if not self.tls.client_pair[0]:
             return f"{reason} after the TLS handshake; it requires a client certificate: give --tls-cert and --tls-key"
@@ -144,10 +145,10 @@ class Certificates:
         """When each certificate expires, by its use, in Unix time; of a file with several, the first that does."""
         from cryptography import x509
 
-        found = {}
+        files, found = self.loaded.files, {}
         for name in ("tls_cert", "tls_ca", "tls_client_cert", "engine_ca"):
-            if name in self._loaded.files:
-                certificates = x509.load_pem_x509_certificates(self._loaded.files[name])
+            with suppress(ValueError):  # of a certificate that OpenSSL accepts and this library does not
+                certificates = x509.load_pem_x509_certificates(files.get(name, b""))
                 found[name.removeprefix("tls_")] = min(one.not_valid_after_utc.timestamp() for one in certificates)
         return found
 
