@@ -41,6 +41,7 @@ KEEPALIVE_S = 20.0  # a server that sends nothing for so long is pinged, while c
 KEEPALIVE_TIMEOUT_S = 5.0
 MAX_MESSAGE_BYTES = 4 * 2**20  # of a reply
 UNREPORTED = (b":", b"grpc-", b"content-type")  # headers after a status that are no metadata
+CLOSE_S = 0.5  # for a server to end its side of a connection with TLS
 MAX_CALLS_UNSENT = 1000  # that wait for the first connection
 
 PREFIX = struct.Struct(">BL")  # whether the message is compressed, and its length
@@ -152,7 +153,9 @@ class GrpcChannel:
             self._connecting.cancel()
             await asyncio.wait([self._connecting])
         if self._connection is not None:
-            self._connection.abort("the channel is closed")
+            connection = self._connection
+            connection.abort("the channel is closed")
+            await connection.closed(CLOSE_S)
 
     # Calls that a task waits for.
 

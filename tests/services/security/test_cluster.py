@@ -8,6 +8,7 @@ import json
 import os
 import re
 import signal
+import socket
 import ssl
 import subprocess
 import sys
@@ -101,31 +102,25 @@ async def up(folder: Path, *flags: str, more: str = "") -> AsyncIterator[UpComma
         await command.stop()
 
 
-async def handshake(port: int, context: ssl.SSLContext) -> None:
+def handshake(port: int, context: ssl.SSLContext) -> None:
     """Connect with TLS, and wait for the first byte, which shows whether the server accepts the client."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
-    try:
-        writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
-        if not await asyncio.wait_for(reader.read(1), PATIENCE_S):
+    with (
+        socket.create_connection(("127.0.0.1", port), PATIENCE_S) as plain,
+        context.wrap_socket(plain, server_hostname="localhost") as secured,
+    ):
+        secured.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        if not secured.recv(1):
             raise ConnectionResetError
-    finally:
-        writer.close()
-        with contextlib.suppress(OSError):
-            await writer.wait_closed()
 
 
-async def plain_reply(port: int) -> bytes:
+def plain_reply(port: int) -> bytes:
     """Send plain HTTP, and return what comes back."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    try:
-        writer.write(b"GET /metrics HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
-        return await asyncio.wait_for(reader.read(), PATIENCE_S)
-    except OSError:
-        return b""
-    finally:
-        writer.close()
-        with contextlib.suppress(OSError):
-            await writer.wait_closed()
+    with socket.create_connection(("127.0.0.1", port), PATIENCE_S) as plain:
+        plain.sendall(b"GET /metrics HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        try:
+            return plain.recv(1000)
+        except OSError:
+            return b""
 
 
 def context_of(folder: Path, part: str = "") -> ssl.SSLContext:
@@ -147,15 +142,15 @@ def test_every_port_has_tls(tmp_path: Path, *, mirror: bool) -> None:
             ports = cluster.ports()
             assert len(ports) >= 8 + mirror, ports
             for name, port in ports.items():
-                assert b"HTTP/1.1" not in await plain_reply(port), name
+                assert b"HTTP/1.1" not in await asyncio.to_thread(plain_reply, port), name
                 is_grpc = name.endswith(" port") and name.split("-")[0] not in {"engine", "gateway"}
                 if not is_grpc:
-                    await handshake(port, context_of(cluster.tls, "client"))
+                    await asyncio.to_thread(handshake, port, context_of(cluster.tls, "client"))
                 if name.startswith("gateway"):
-                    await handshake(port, context_of(cluster.tls))
+                    await asyncio.to_thread(handshake, port, context_of(cluster.tls))
                 else:
                     with pytest.raises((ssl.SSLError, ConnectionResetError)):
-                        await handshake(port, context_of(cluster.tls))
+                        await asyncio.to_thread(handshake, port, context_of(cluster.tls))
             identity = (
                 "--tls-ca", f"{cluster.tls}/ca.crt", "--tls-cert", f"{cluster.tls}/client.crt",
                 "--tls-key", f"{cluster.tls}/client.key",
