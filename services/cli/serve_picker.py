@@ -13,6 +13,7 @@ from services.placement.settings import SchedulerSettings
 from services.rpc.settings import ServerSettings
 from services.security.settings import NONE, TlsSettings
 from services.settings import PORTS, CommandSettings, SettingsPart
+from services.tracing.otlp import TracingSettings
 
 MEBIBYTE = 2**20
 MAX_STREAMS = 8192
@@ -24,6 +25,7 @@ SETTINGS = CommandSettings(
     PickerSettings,
     SettingsPart(InstanceSourceSettings, lent_by=serve_scheduler.SETTINGS),
     SettingsPart(SchedulerSettings, lent_by=serve_scheduler.SETTINGS),
+    TracingSettings,
 )
 
 
@@ -43,4 +45,5 @@ def picker(given: SettingValues) -> None:
         PickerSettings, max_body_bytes=server.max_message_mib * MEBIBYTE, max_streams=server.max_concurrency
     )
     instances = given.make(InstanceSourceSettings)
-    serve(settings, server, given.make(SchedulerSettings), instances.source(), instances.poll_s)
+    decisions, tracing = given.make(SchedulerSettings), given.make(TracingSettings)
+    serve(settings, server, decisions, instances.source(), instances.poll_s, tracing=tracing)

@@ -27,9 +27,9 @@ def ui(file: str, host: str, port: int, *, insecure: bool) -> None:
     block bench --csv). The page is served on this machine only, unless --host says otherwise.
     """
     from services.live_page.recorded import frames_of_file
-    from services.security.exposure import is_loopback
+    from services.security.exposure import is_on_loopback
 
-    if not (insecure or is_loopback(host)):
+    if not (insecure or is_on_loopback(host)):
         raise ValueError(f"host: {host} is reached from other machines, in plain text: give --insecure to accept it")
 
     asyncio.run(_serve(frames_of_file(file), host, port))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from services.security.certificates import Certificates
-from services.security.exposure import is_loopback
+from services.security.exposure import is_on_loopback
 from services.security.parts import LOCAL_NAMES, part_name
 from services.security.settings import TlsSettings
 
@@ -38,7 +38,7 @@ class LinkSecurity:
 
         missing = [part for part in PEERS if not (folder / f"{part}.crt").exists()]
         if missing:
-            names = LOCAL_NAMES if is_loopback(host) else (*LOCAL_NAMES, host)
+            names = LOCAL_NAMES if is_on_loopback(host) else (*LOCAL_NAMES, host)
             write_certificates(folder, missing, [name for name in names if name not in {"0.0.0.0", "::"}])  # noqa: S104
         return cls(folder=folder)
 

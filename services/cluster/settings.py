@@ -13,7 +13,7 @@ from services.cluster.instance_range import MAX_INSTANCES, InstanceRange, engine
 from services.cluster.pools import PlannedEngine, planned_engines
 from services.logs import LEVELS, LogSettings
 from services.objectives import ObjectivesFile
-from services.security.exposure import is_loopback
+from services.security.exposure import is_on_loopback
 from services.settings import PORTS, TABLES, Option, default_of, settings_of
 from simulator.codec import read_text
 
@@ -149,7 +149,7 @@ class ClusterSettings:
     def _check_tls(self) -> None:
         if self.tls_folder and not self.tls:
             raise ValueError("tls_folder: has no effect without tls")
-        if not (self.tls or self.insecure or is_loopback(self.host)):
+        if not (self.tls or self.insecure or is_on_loopback(self.host)):
             raise ValueError(
                 f"host: {self.host} is reached from other machines, in plain text: give --tls, or --insecure where the "
                 "network is trusted"

@@ -188,7 +188,7 @@ async def mirroring(
     origin = origin_of(settings.engine_url)
     source = MirroredEngine(settings, profile, sidecar.residual, sidecar.forget_s)
     metrics = MirrorMetrics(registry, sidecar.instance_id, lambda: source.num_unknown)
-    proxy = Proxy(settings, origin, source, metrics.count_reply)
+    proxy = Proxy(settings, origin, source, metrics.count_reply, registry)
     tls = certificates_of(settings.tls).server_context if settings.proxy_tls else None
     with listening(settings.host, settings.port, "proxy_port") as own:
         port = own.getsockname()[1]

@@ -35,6 +35,7 @@ from services.rpc.http2 import (
 )
 from services.security.certificates import Certificates, own_certificates
 from services.security.handshakes import reason_in
+from services.security.own_key import NO_OWN_KEY, OwnKey
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 1.0  # between two attempts to connect
 KEEPALIVE_S = 20.0  # a server that sends nothing for so long is pinged, while calls are in progress
@@ -75,9 +76,20 @@ class GrpcChannel:
     While the first attempt is made, calls wait; after a failure they fail at once, until a connection is there.
     """
 
-    def __init__(self, address: str, *, connect_s: float = 1.0, certificates: Certificates | None = None) -> None:
-        """Connect to nothing yet; `connect_s` limits one attempt. By default this process's certificates are used."""
+    def __init__(
+        self,
+        address: str,
+        *,
+        connect_s: float = 1.0,
+        key: OwnKey = NO_OWN_KEY,
+        certificates: Certificates | None = None,
+    ) -> None:
+        """Connect to nothing yet; `connect_s` limits one attempt, and all calls show `key`, if there is one.
+
+        By default this process's certificates are used.
+        """
         self.address = address
+        self.key = key
         self._certificates = certificates or own_certificates()
         self._tls = self._certificates.rpc_context
         self.scheme = "http" if self._tls is None else "https"
@@ -366,6 +378,8 @@ class GrpcCall:
             headers += _timeout_header(self._timeout_s)
         if self._request_metadata:
             headers += _compressed(*self._request_metadata)
+        if metadata := self._channel.key.metadata():
+            headers += _compressed(*metadata)
         try:
             self._stream = connection.open_stream(headers, self)
         except Http2Error as error:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated
 
+from services.security.access_settings import AccessSettings
 from services.security.exposure import require_tls_beyond_loopback
 from services.security.settings import NO_TLS, TlsSettings
+from services.settings import Nested
 
 MAX_MESSAGE_MIB = 1024
 
@@ -28,6 +30,7 @@ class ServerSettings:
     max_concurrency: Annotated[int, "Maximum number of calls in progress; further calls are refused."] = 1024
     max_message_mib: Annotated[int, "Maximum size of a message, in mebibytes."] = 16
     drain_s: Annotated[float, "Maximum time to wait at shutdown for calls in progress, in seconds."] = 30.0
+    access: Annotated[AccessSettings, Nested()] = field(default_factory=AccessSettings)
     tls: TlsSettings = NO_TLS
 
     def __post_init__(self) -> None:

@@ -1,1 +1,1 @@
-"""TLS between the parts of Block, and what protects its servers."""
+"""Who may connect, and who may do what."""

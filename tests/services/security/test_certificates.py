@@ -13,8 +13,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from services.emulator.settings import EmulatorSettings
 from services.rpc.settings import ServerSettings
 from services.security.certificates import Certificates
-from services.security.engine_key import EngineKey
-from services.security.exposure import is_loopback, require_keys_beyond_loopback
+from services.security.exposure import is_on_loopback, require_keys_beyond_loopback
 from services.security.handshakes import CLIENT, SERVER, HandshakeFailure
 from services.security.metrics import register_tls_metrics
 from services.security.peer_names import is_allowed
@@ -115,11 +114,11 @@ def test_servers_beyond_this_machine(tmp_path: Path) -> None:
     ca = Authority(folder=tmp_path)
     ca.issue("server")
     for host in ("127.0.0.1", "127.0.0.9", "::1", "[::1]", "localhost"):
-        assert is_loopback(host)
+        assert is_on_loopback(host)
         ServerSettings(host=host)
     tls = ca.settings("server", tls_client_auth="none")
     for host in ("0.0.0.0", "::", "10.0.0.7", "gateway.example"):  # noqa: S104
-        assert not is_loopback(host)
+        assert not is_on_loopback(host)
         with pytest.raises(ValueError, match=f"^host: {host} .* --tls-cert .* --insecure"):
             ServerSettings(host=host)
         with pytest.raises(ValueError, match=f"^host: {host} "):
@@ -134,20 +133,7 @@ def test_servers_beyond_this_machine(tmp_path: Path) -> None:
     require_keys_beyond_loopback("127.0.0.1", NO_TLS, has_keys=False)
 
 
-def test_the_key_of_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is one word, and is read again when it changes; a bad file keeps the last one."""
-    monkeypatch.setattr("services.security.engine_key.CHECK_S", 0.0)
-    file = tmp_path / "key"
-    for content in ("", "two words", "x" * 5000, "line\nline", "ünsafe"):
-        file.write_text(content, encoding="utf-8")
-        with pytest.raises(ValueError, match="^engine_api_key_file: .* must hold one API key"):
-            EngineKey(str(file))
-    file.write_text("first\n")
-    key = EngineKey(str(file))
-    assert key.header() == b"authorization: Bearer first\r\n"
-    file.write_text("the-second\n")
-    assert key.header() == b"authorization: Bearer the-second\r\n"
-    file.write_text("")
-    assert key.header() == b"authorization: Bearer the-second\r\n"
+def test_files_of_engine_access_exist() -> None:
+    """The message begins with the setting."""
     with pytest.raises(ValueError, match="^engine_ca: /nowhere: is no file"):
         EngineAccessSettings(engine_ca="/nowhere")
