@@ -27,6 +27,7 @@ PORTS = {
     "tagger": 50053,
     "provisioner": 50054,
     "picker": 9002,
+    "operator": 9153,  # of a scheduler, or of a gateway that decides in its own process
 }
 # The tables of a settings file: one for each kind of process, and those of `block up` and `block bench`.
 TABLES = (

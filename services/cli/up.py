@@ -125,6 +125,9 @@ async def run_until_stopped(settings: ClusterSettings) -> None:
                 print(f"live page of {policy}: {url}/ui", file=sys.stderr)
             for policy, addresses in cluster.scheduler_addresses.items():
                 print(f"scheduler of {policy}: block explain REQUEST_ID --scheduler {addresses[0]}", file=sys.stderr)
+            for policy, urls in cluster.operator_urls.items():
+                flags = " ".join(f"--operator {url}" for url in urls)
+                print(f"instances of {policy}: block drain NAME {flags}", file=sys.stderr)
             if settings.instance_range is None and not settings.mirror:
                 print(f"engines: block observe --state-file {cluster.folder}/NAME.state", file=sys.stderr)
             if cluster.provisioner_address:

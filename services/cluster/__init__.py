@@ -71,6 +71,16 @@ class Cluster:
         }
 
     @property
+    def operator_urls(self) -> Mapping[str, Sequence[str]]:
+        """The URLs of the ports for operators of each policy: where instances are drained."""
+        urls: dict[str, Sequence[str]] = {}
+        for policy in self.settings.policies:
+            names = [f"scheduler-{policy}-{number}" for number in range(self.settings.schedulers)]
+            parts = [self.children[name] for name in names or [f"gateway-{policy}"]]
+            urls[policy] = [f"http://{self.settings.host}:{part.metrics_port}" for part in parts]
+        return urls
+
+    @property
     def provisioner_address(self) -> str:
         """The address of the provisioner; empty without one."""
         return self.address_of(PROVISIONER) if self.settings.instance_range is not None else ""
@@ -194,7 +204,7 @@ def _decision_flags(cluster: Cluster, policy: str, number: int) -> list[str]:
     flags += ["--tagger", cluster.address_of("tagger"), "--scheduler-id", f"{policy}-{number}"]
     if settings.instance_range is not None:
         flags += ["--provisioner", cluster.address_of(PROVISIONER)]
-    return [*flags, *settings.scheduler_flags]
+    return [*flags, "--metrics-port", "0", *settings.scheduler_flags]
 
 
 def _objectives_flags(settings: ClusterSettings) -> list[str]:

@@ -37,6 +37,10 @@ class BrokenError(ConnectionError):
     """The connection ended, or was invalid, before the response was complete."""
 
 
+class ReadInterruptedError(Exception):
+    """The wait for more of a response was ended by `interrupt`; the response goes on."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Origin:
     """A server's address, and a prefix of all its paths."""
@@ -327,6 +331,11 @@ class Connection(asyncio.Protocol):
         self._stop_timer()
         if self._transport is not None:
             self._transport.abort()
+
+    def interrupt(self) -> None:
+        """End the wait of a reader with ReadInterruptedError; it may read on later."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_exception(ReadInterruptedError())
 
     def is_closing(self) -> bool:
         """Tell whether it is closed."""
