@@ -19,6 +19,7 @@ from services.drains import Drain, drain_from_table
 from services.http.client import origin_of
 from services.kubernetes.settings import KUBERNETES, KubernetesSettings
 from services.logs import log_event
+from services.security.certificates import engine_access
 from services.settings import Nested, Option
 from services.watched_file import WatchedFile
 from simulator.codec import read_text
@@ -253,7 +254,7 @@ class FromName(InstanceSource):
         engine_port, sidecar_port = self._ports
         return Instance(
             instance_id=f"{host}:{engine_port}",
-            engine_url=f"http://{host}:{engine_port}",
+            engine_url=f"{engine_access().engine_scheme}://{host}:{engine_port}",
             sidecar_address=f"{host}:{sidecar_port}",
         )
 

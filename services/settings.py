@@ -265,6 +265,10 @@ class CommandSettings:
         """Give the settings of a dataclass by the paths of their fields."""
         return self._names[values]
 
+    def has(self, values: type) -> bool:
+        """Return whether the settings of a dataclass are among these."""
+        return values in self._names
+
     def make(self, values: type[T], given: Mapping[str, Any], extra: Mapping[str, Any]) -> T:
         """Make a settings value of what the command line has; `extra` are fields that the command knows itself."""
         tree: dict[str, Any] = {}

@@ -16,6 +16,7 @@ COMMANDS = {
     "accuracy": LazyCommand("services.cli.accuracy:accuracy", "Compare an observed window with the engine model"),
     "bench": LazyCommand("services.cli.bench:bench", "Send load to an OpenAI endpoint and report latencies"),
     "capacity": LazyCommand("services.cli.capacity:capacity", "Find the largest rate at which an SLO holds"),
+    "certs": LazyCommand("services.cli.certs:certs", "Make a CA and certificates for development"),
     "demo": LazyCommand("services.cli.demo:demo", "Compare policies on an emulated cluster"),
     "drain": LazyCommand("services.cli.drain:drain", "Take an instance out of service, and wait for its requests"),
     "experiment": LazyCommand("services.cli.experiment:experiment", "Run an experiment and write its report"),

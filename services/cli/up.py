@@ -114,6 +114,12 @@ async def run_until_stopped(settings: ClusterSettings) -> None:
     try:
         async with running(settings) as cluster:
             started = True
+            if cluster.security is not None:
+                url = next(iter(cluster.gateway_urls.values()))
+                folder, ca_file = cluster.security.folder, cluster.security.ca_file
+                client = f"--tls-ca {ca_file} --tls-cert {folder}/client.crt --tls-key {folder}/client.key"
+                print(f"TLS: curl --cacert {ca_file} {url}/v1/models", file=sys.stderr)
+                print(f"TLS of commands: block top {client}", file=sys.stderr)
             for policy, url in cluster.gateway_urls.items():
                 print(f"{policy}: {url}/v1", file=sys.stderr)
                 print(f"live page of {policy}: {url}/ui", file=sys.stderr)

@@ -23,7 +23,7 @@ from services.gateway.models import Models
 from services.gateway.release_queue import ReleaseQueue
 from services.gateway.schedulers import InProcessScheduler, SchedulerClient, Schedulers
 from services.gateway.settings import GatewaySettings
-from services.http.client import HttpClient
+from services.http.engine_client import engine_client
 from services.http.prompt_tokens import PromptSizes, PromptTokens
 from services.http.server import answering, listening
 from services.instances import InstanceSource
@@ -40,6 +40,8 @@ from services.rpc.server import serving as rpc_serving
 from services.rpc.settings import ServerSettings
 from services.security.access import AccessControl
 from services.security.access_settings import access_controlled
+from services.security.certificates import certificates_of
+from services.security.metrics import register_tls_metrics
 from services.security.own_key import own_key
 from services.supervised_task import supervised
 from services.tracing.otlp import TracingSettings, traced
@@ -131,7 +133,7 @@ async def deciding(  # noqa: PLR0913, PLR0917 - what either way needs
         if decisions.rpc is None:
             yield local, driver, None
             return
-        client = HttpClient()
+        client = engine_client()
         service = SchedulerService(driver, client, registry, tracer)
         register = partial(scheduler_pb2_grpc.add_SchedulerServicer_to_server, service)
         try:
@@ -167,7 +169,14 @@ async def serving(
         objectives = ObjectiveTable(settings.objectives, required=access.keys.objectives, also=also)
         await stack.enter_async_context(following(objectives))
         listener = stack.enter_context(listening(server.host, server.port))
+<<<<<<< HEAD
+        certificates = certificates_of(server.tls)
+        register_tls_metrics(registry, certificates)
+        await stack.enter_async_context(metrics_served(server, registry, access=access))
+        schedulers, scheduler_port = await stack.enter_async_context(
+=======
         schedulers, driver, scheduler_port = await stack.enter_async_context(
+>>>>>>> register
             deciding(settings, metrics, registry, decisions, tracer, access)
         )
         pages = None if driver is None else partial(instance_routes, driver)
@@ -175,7 +184,7 @@ async def serving(
         releases = ReleaseQueue(
             schedulers.release, max_waiting=settings.releases_kept, delivered=metrics.released, lost=metrics.lost
         )
-        engines = HttpClient(connect_s=settings.connect_s)
+        engines = engine_client(connect_s=settings.connect_s)
         loop = asyncio.get_running_loop()
         last_resort = Fallback(settings.engine_urls, loop.time)
         requests = DrainingRequests(lambda reason: metrics.drain_stays.labels(reason).inc())
@@ -202,7 +211,7 @@ async def serving(
         )
         gateway = Gateway(context, access)
         try:
-            async with answering(gateway, listener, server.drain_s):
+            async with answering(gateway, listener, server.drain_s, tls=certificates.server_context):
                 port = listener.getsockname()[1]
                 yield RunningGateway(
                     port=port, gateway=gateway, scheduler_port=scheduler_port, metrics_port=metrics_port

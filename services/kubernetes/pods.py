@@ -14,6 +14,7 @@ from scheduler.objectives import SERVE_LATE, SHED, Objective, objectives_from
 from services.drains import Drain
 from services.instances import DRAINING, READY, Instance
 from services.kubernetes.api import Object
+from services.security.certificates import engine_access
 
 ROLE_LABEL = "llm-d.ai/role"
 ACTIVE_PORTS = ("llm-d.ai/active-ports", "inference.networking.k8s.io/active-ports")
@@ -117,7 +118,7 @@ def instances_of(pod: Pod, ports: Sequence[int], sidecar_port: int) -> tuple[Ins
     return tuple(
         Instance(
             instance_id=pod.name if len(ports) == 1 else f"{pod.name}-rank-{rank}",
-            engine_url=f"http://{host}:{port}",
+            engine_url=f"{engine_access().engine_scheme}://{host}:{port}",
             sidecar_address=_sidecar_address(pod.annotations.get(SIDECAR, ""), host, sidecar_port),
             models=tuple(name.strip() for name in pod.annotations.get(MODELS, "").split(",") if name.strip()),
             role=role,

@@ -343,10 +343,10 @@ class PlacementDriver:
                 wakeup.set()
 
     def _end_wait(self, decision: Decision, end: str) -> None:
-        if self._wakeups.pop(decision, None) is not None:
+        if self._wakeups.pop(decision, None) is not None and decision.admission is not None:
             self._metrics.held.dec()
             self._metrics.holds.labels(end).inc()
-            self._metrics.held_s.observe(decision.held_s(time.monotonic()))
+            self._metrics.held_s.observe(time.monotonic() - decision.admission.joined_s)
 
     # Asking.
 

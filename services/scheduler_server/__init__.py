@@ -14,7 +14,7 @@ import uvloop
 from prometheus_client import CollectorRegistry, ProcessCollector
 
 from protos.block.v1 import scheduler_pb2_grpc
-from services.http.client import HttpClient
+from services.http.engine_client import engine_client
 from services.instances import InstanceSource
 from services.live_page.pages import live_page_routes
 from services.placement.instance_pages import instance_routes
@@ -80,7 +80,7 @@ async def scheduling(
 ) -> AsyncIterator[SchedulerService]:
     """Make the service over the instances of a source; it ends with the context."""
     async with placement_driver(settings, source, registry, poll_s) as driver:
-        client = HttpClient()
+        client = engine_client()
         try:
             yield SchedulerService(driver, client, registry, tracer)
         finally:
