@@ -43,7 +43,7 @@ QUIET_S = 0.05  # after which a client leaves, whatever it has
 END_S = 20.0  # for a request that has all that it needs
 STATUSES = (503,)  # of 5xx, that may be the client's fault: it asks for what no instance has
 CLIENT = ("192.0.2.1", 4711)  # not this machine: faults of emulated engines can be set from there only
-PAGE_STREAM = "/ui/stream"
+ENDLESS = ("/ui/tail",)  # until the client leaves
 
 
 async def answers(call: Call) -> None:
@@ -137,7 +137,7 @@ class HttpBodyTarget:
             (method, path)
             for path, methods in self._apps[name].routes.items()
             for method in methods
-            if not path.endswith("/stream")
+            if path not in ENDLESS
         ] or [
             ("POST", "/v1/completions"),
             ("POST", "/v1/chat/completions"),
@@ -177,7 +177,7 @@ class HttpBodyTarget:
             ]
             method, path = str(given["method"])[:20], str(given["path"])
             path.encode("ascii")
-            leaves, num = float(given["leaves"]), int(given["cut"])
+            leaves, num = 0.01 if path in ENDLESS else float(given["leaves"]), int(given["cut"])
         except (ValueError, KeyError, TypeError, RecursionError):
             app, headers, method, path, leaves, num = self._apps["gateway"], [], "POST", "/v1/completions", 0.0, 0
             headers = [(b"content-type", b"application/json")]
