@@ -9,16 +9,21 @@ from typing import NoReturn
 import click
 
 from services.cli.lazy_group import LazyCommand, LazyGroup
+from services.cli.progress_bars import loop_bars
 
 BAD_INPUT = 2
 COMMANDS = {
     "accuracy": LazyCommand("services.cli.accuracy:accuracy", "Compare an observed window with the engine model"),
     "bench": LazyCommand("services.cli.bench:bench", "Send load to an OpenAI endpoint and report latencies"),
     "capacity": LazyCommand("services.cli.capacity:capacity", "Find the largest rate at which an SLO holds"),
+    "certs": LazyCommand("services.cli.certs:certs", "Make a CA and certificates for development"),
     "demo": LazyCommand("services.cli.demo:demo", "Compare policies on an emulated cluster"),
+    "drain": LazyCommand("services.cli.drain:drain", "Take an instance out of service, and wait for its requests"),
     "experiment": LazyCommand("services.cli.experiment:experiment", "Run an experiment and write its report"),
     "explain": LazyCommand("services.cli.explain:explain", "Explain the decision about a request"),
     "forecast": LazyCommand("services.cli.forecast:forecast", "Forecast a request on an engine's snapshot"),
+    "instances": LazyCommand("services.cli.instances:instances", "List, register and remove instances"),
+    "keys": LazyCommand("services.cli.keys:keys", "Make API keys and the file that servers read"),
     "observe": LazyCommand("services.cli.observe:observe", "Record what one engine serves for a while"),
     "policies": LazyCommand("services.cli.policies:policies", "List policies, or switch a running scheduler's"),
     "profile": LazyCommand("services.cli.profile:profile", "Show, measure or fit latency profiles"),
@@ -29,6 +34,7 @@ COMMANDS = {
     "simulate": LazyCommand("services.cli.simulate:simulate", "Simulate a cluster by several policies"),
     "tagger": LazyCommand("services.cli.tagger:tagger", "Train, evaluate and query estimators of response lengths"),
     "top": LazyCommand("services.cli.top:top", "Show what a running cluster does"),
+    "undrain": LazyCommand("services.cli.drain:undrain", "Return an instance that drains to service"),
     "ui": LazyCommand("services.cli.ui:ui", "Open a recording or a simulation's result in the live page"),
     "up": LazyCommand("services.cli.up:up", "Run the whole system on this machine"),
     "warm": LazyCommand("services.cli.warm:warm", "Compile the kernels into the cache"),
@@ -48,7 +54,8 @@ def block() -> None:
 def main() -> NoReturn:
     """Run the command line; bad input ends it with one line and status 2."""
     try:
-        status = block.main(standalone_mode=False)
+        with loop_bars():
+            status = block.main(standalone_mode=False)
     except click.ClickException as error:
         _fail(error.format_message())
     except click.Abort:

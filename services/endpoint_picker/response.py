@@ -8,11 +8,13 @@ from dataclasses import dataclass, field
 from protos.block.v1 import common_pb2
 from services.endpoint_picker.endpoints import EndpointTable
 from services.endpoint_picker.metrics import PickerMetrics
+from services.endpoint_picker.pick_spans import PickSpans
 from services.http.openai_body import OpenAIRequest
 from services.http.prompt_tokens import PromptSizes
 from services.http.proxying import OK, RETRIED
 from services.http.sse import CANCELLED, FAILED, Ending, StreamReader, ending_of
 from services.placement.driver import PlacementDriver
+from services.placement.outcomes import outcome_of
 
 UNSPECIFIED = common_pb2.FINISH_REASON_UNSPECIFIED
 LENGTH = common_pb2.FINISH_REASON_LENGTH
@@ -27,6 +29,7 @@ class ResponseReader:
     driver: PlacementDriver
     endpoints: EndpointTable
     metrics: PickerMetrics
+    spans: PickSpans
     sizes: PromptSizes
     openai: OpenAIRequest
     request: common_pb2.Request
@@ -64,6 +67,7 @@ class ResponseReader:
             return
         self._instance_id = self.endpoints.instance_at(served)
         self.metrics.served_elsewhere.labels("retried" if self._instance_id else "unknown").inc()
+        self.spans.served_by(self._instance_id)
         self.driver.ended(self._outcome(chosen.instance_id, NOTHING, FAILED))
         if self._instance_id is not None:
             self.driver.sent_elsewhere(self.request, self._instance_id)
@@ -97,6 +101,7 @@ class ResponseReader:
             self.finish(CANCELLED)
         elif self._status:
             self.finish(UNSPECIFIED)
+        self.spans.ended(self._status, None)  # unless they have ended
 
     def finish(self, reason: common_pb2.FinishReason.ValueType | None = None) -> None:
         """Report the outcome, by default that of the response."""
@@ -105,10 +110,12 @@ class ResponseReader:
         self._is_finished = True
         self._end_prefill(CANCELLED if reason is None else reason)
         if self._instance_id is None:
+            self.spans.ended(self._status, None)
             return
         ending = self._ending()
         outcome = self._outcome(self._instance_id, ending, ending.finish_reason if reason is None else reason)
         self._count(outcome)
+        self.spans.ended(self._status, outcome)
         if ending.prompt_tokens:
             self.sizes.learn(self.openai, ending.prompt_tokens)
         self.driver.ended(outcome)
@@ -140,27 +147,18 @@ class ResponseReader:
     def _outcome(
         self, instance_id: str, ending: Ending, reason: common_pb2.FinishReason.ValueType
     ) -> common_pb2.Outcome:
-        request, decision = self.request, self.decision
-        is_whole = self._last_s is not None and reason not in (CANCELLED, FAILED)
-        e2e_s = (self._last_s if is_whole and self._last_s is not None else time.monotonic()) - self.arrived_s
-        ttft_s = None if self._first_s is None else self._first_s - self.arrived_s
-        tokens = ending.output_tokens
-        return common_pb2.Outcome(
-            request_id=request.request_id,
+        decision = self.decision
+        return outcome_of(
+            self.request,
+            decision,
             instance_id=instance_id,
-            model=request.model,
-            session_id=request.session_id,
-            client_id=request.client_id,
-            prompt_tokens=ending.prompt_tokens or request.prompt_tokens,
-            output_tokens=tokens,
-            finish_reason=reason,
-            ttft_s=ttft_s,
-            e2e_s=e2e_s,
-            tpot_s=None if ttft_s is None or tokens < 2 else (e2e_s - ttft_s) / (tokens - 1),
-            tag=decision.tag if decision.HasField("tag") else None,
-            forecast=decision.forecast if decision.HasField("forecast") else None,
             policy=decision.policy,
-            finished_unix_s=request.arrival_unix_s + e2e_s,
+            reason=reason,
+            arrived_s=self.arrived_s,
+            first_s=self._first_s,
+            last_s=self._last_s,
+            output_tokens=ending.output_tokens,
+            prompt_tokens=ending.prompt_tokens,
             prefill_instance_id=decision.prefill.instance.instance_id if decision.HasField("prefill") else "",
         )
 

@@ -14,17 +14,11 @@ from protos.block.v1 import common_pb2
 from services.attainment import AttainmentTally, ClientTally, filled
 from services.bounded_label import BoundedLabel
 from services.bulk_histogram import BulkHistogram
+from services.latency_buckets import DECISIONS_S, LATENCIES_S, TOKEN_GAPS_S
 
 GROUP = ("class", "priority")
 TARGET = ("target", "class", "priority")
 CLIENT = ("client", "tpot_slo")
-LATENCIES_S = (
-    0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0,
-)  # fmt: skip
-DECISIONS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
-TOKEN_GAPS_S = (
-    0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0,
-)  # fmt: skip
 HAND_OVERS_S = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0, 5.0, 30.0)
 
 # How an answer ended, as metrics name it.
@@ -94,15 +88,28 @@ class GatewayMetrics:
         )
         self.migrations = Counter(
             "block_gateway_migrations",
-            "Streams whose engine failed, by what followed: they continued on another engine (continued), their end "
-            "was missing only (ended), or why they broke: off, limit, retry_budget, no_instance, or what about the "
-            "request or its answer cannot be continued.",
+            "Requests that left their engine, by what followed: it failed, and they continued on another one "
+            "(continued), it drained, and they moved to another one (planned), their end was missing only (ended), or "
+            "why they broke: off, limit, migration_budget, no_instance, poison_suspect, or what about the request or "
+            "its answer cannot be continued.",
             ("result",),
+            registry=registry,
+        )
+        self.drain_stays = Counter(
+            "block_gateway_drain_stays",
+            "Requests that were to leave an instance that drains, and went on there, by reason: migration_budget, "
+            "no_instance, limit, decode_leg, off, or what about the request or its answer cannot be continued.",
+            ("reason",),
+            registry=registry,
+        )
+        self.poison_suspects = Counter(
+            "block_gateway_poison_suspects",
+            "Requests of which two engines failed within 10 s after they got them.",
             registry=registry,
         )
         self.migration_pause = Histogram(
             "block_gateway_migration_pause_seconds",
-            "From the failure of a stream's engine to the first event of the next engine.",
+            "From the failure of a stream's engine, or its planned move, to the first event of the next engine.",
             buckets=LATENCIES_S,
             registry=registry,
         )

@@ -45,6 +45,24 @@ def targets(missed: float) -> dict[str, str]:
     }
 
 
+def picks(increase: float) -> dict[str, str]:
+    """A counter of requests for which a picker chose endpoints."""
+    return {'block_picker_picks_total{how="placed"}': per_minute(increase)}
+
+
+def refused(status: str, reason: str, increase: float) -> dict[str, str]:
+    """A counter of requests that a picker answers itself."""
+    return {f'block_picker_refused_total{{status="{status}",reason="{reason}"}}': per_minute(increase)}
+
+
+def decision_times(bound_s: float) -> dict[str, str]:
+    """Decisions of a picker within a bound, the half of them within a much lower one."""
+    return {
+        f'block_picker_decision_seconds_bucket{{le="{le}"}}': per_minute(60 if float(le) >= bound_s else 30)
+        for le in ("0.01", "0.2", "0.5", "1", "+Inf")
+    }
+
+
 def first_tokens(bound_s: float) -> dict[str, str]:
     """Requests whose first token comes within a bound."""
     return {
@@ -65,6 +83,16 @@ def errors(bound: float, bias: float, rate: float = 60) -> dict[str, str]:
         f"block_forecast_error_ratio_count{{{labels}}}": per_minute(rate),
         f"block_forecast_bias_ratio{{{labels}}}": steady(bias),
     }
+
+
+def expiry(days: float) -> dict[str, str]:
+    """A certificate that expires so many days after the beginning of the series."""
+    return {'block_tls_certificate_not_after_timestamp_seconds{use="cert"}': steady(days * 86400)}
+
+
+def handshakes(reason: str, increase: float) -> dict[str, str]:
+    """A counter of failed handshakes."""
+    return {f'block_tls_handshake_failures_total{{side="server",reason="{reason}"}}': per_minute(increase)}
 
 
 def legs(result: str, increase: float) -> dict[str, str]:
@@ -96,6 +124,12 @@ CASES = {
     "BlockTimeToFirstTokenHigh": Case(first_tokens(20), first_tokens(5), 15),
     "BlockSloBurnRateFast": Case(targets(0.2), targets(0.05), 75),
     "BlockSloBurnRateSlow": Case(targets(0.1), targets(0.05), 400),
+    "BlockPickerFails": Case(
+        picks(60) | refused("503", "rejected-no-endpoints", 6),
+        picks(60) | refused("503", "rejected-no-endpoints", 1) | refused("429", "rejected-saturated", 60),
+        15,
+    ),
+    "BlockPickerSlow": Case(decision_times(1), decision_times(0.5), 15),
     "BlockSchedulerDown": Case(
         {'up{job="block-scheduler",instance="s"}': steady(0)}, {'up{job="block-scheduler",instance="s"}': steady(1)}, 5
     ),
@@ -153,6 +187,12 @@ CASES = {
         {'block_provisioner_leads{instance="a"}': steady(0), 'block_provisioner_leads{instance="b"}': steady(1)},
         5,
     ),
+    "BlockCertificateExpiresSoon": Case(expiry(13), expiry(20), 90),
+    "BlockCertificateExpires": Case(expiry(1.9), expiry(2.5), 10),
+    "BlockCertificateNotReloaded": Case(
+        {"block_tls_reload_failures_total": per_minute(1)}, {"block_tls_reload_failures_total": steady(3)}, 30
+    ),
+    "BlockTlsHandshakesFail": Case(handshakes("expired", 30), handshakes("plain_text", 30), 20),
     "BlockPrefillLegsFail": Case(legs("held", 60) | legs("no_blocks", 20), legs("held", 60) | legs("skipped", 20), 15),
 }
 # A few forecasts say nothing: neither alert fires.

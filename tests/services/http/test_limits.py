@@ -83,11 +83,12 @@ async def served(**limits: Any) -> AsyncIterator[Server]:
     with listening(LOCAL, 0) as listener:
         async with answering(app, listener, 0.0):
             app.port = listener.getsockname()[1]
-            yield app
-            for writer in _OPEN:
-                with suppress(ConnectionError):
-                    await writer.wait_closed()
-            _OPEN.clear()
+            try:
+                yield app
+            finally:
+                for writer in app.writers:
+                    writer.transport.abort()
+                await asyncio.sleep(0)
 
 
 async def connected(app: Server) -> tuple[Reader, Writer]:
