@@ -121,7 +121,10 @@ async def is_served(app: Server) -> bool:
     """Return whether a client is served."""
     reader, writer = await connected(app)
     writer.write(GET)
-    status, _, _ = await reply(reader)
+    try:
+        status, _, _ = await reply(reader)
+    finally:
+        writer.transport.abort()
     return status == 200
 
 
