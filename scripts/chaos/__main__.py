@@ -37,7 +37,14 @@ import uvloop
 
 from scripts.chaos.clients import ClientRecord, Clients
 from scripts.chaos.cluster import ChaosCluster, cluster_running
-from scripts.chaos.conservation import count_problems, end_problems, left_at_rest, pairing, with_reasons
+from scripts.chaos.conservation import (
+    count_problems,
+    end_problems,
+    left_at_rest,
+    pairing,
+    reported_counts,
+    with_reasons,
+)
 from scripts.chaos.faults import FaultInjector
 from scripts.chaos.growth import GrowthWatch, growth_problems
 from scripts.chaos.plan import ChaosSettings, kind_of, plan_of
@@ -94,6 +101,7 @@ class ChaosRun:
         self._count("faults", Counter(f"{one.kind} {kind_of(one.part)}" for one in faults.windows))
         self._count("skipped", faults.skipped)
         self._count("outcomes", paired, "requests")
+        self._count("counted", await reported_counts(cluster, client), "events")
         self._count("restarts", {name: child.num_restarts for name, child in cluster.children.items()}, "restarts")
         moved = [end for end in record.ends if end.num_migrations]
         self._add("migrations", sum(end.num_migrations for end in moved), "streams", len(moved))

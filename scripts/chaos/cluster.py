@@ -15,7 +15,7 @@ from pathlib import Path
 
 from scripts.chaos.links import FailingLink
 from scripts.chaos.machine import SmallDisk, WallClocks
-from scripts.chaos.plan import ENGINES_PER_SIDECAR, ChaosSettings, kind_of
+from scripts.chaos.plan import CLOCKED, ENGINES_PER_SIDECAR, ChaosSettings, kind_of
 from services.cluster.child import Child
 from services.cluster.programs import BlockServer
 
@@ -146,7 +146,8 @@ class ChaosCluster:
                     os.killpg(pid, signal.SIGKILL)
 
     def _child(self, name: str, *arguments: str) -> Child:
-        return Child(name, program=BlockServer(arguments=arguments, environment=self.clocks.environment(name)))
+        environment = self.clocks.environment(name) if kind_of(name) in CLOCKED else {}
+        return Child(name, program=BlockServer(arguments=arguments, environment=environment))
 
     def _sidecars(self, common: tuple[str, ...]) -> list[Child]:
         sidecars = []

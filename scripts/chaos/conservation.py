@@ -29,6 +29,22 @@ AT_REST: Mapping[str, Sequence[str]] = {
     "gateway": ("block_gateway_requests_under_way", "block_gateway_releases_waiting"),
 }
 WITHOUT_DECISION = ("next_best", "last_resort_round_robin")  # policies of gateways, while no scheduler decides
+REPORTED: Mapping[str, Mapping[str, str]] = {  # metrics, each with a label
+    "gateway": {
+        "block_gateway_migrations_total": "result",
+        "block_gateway_retries_total": "why",
+        "block_gateway_last_resort_total": "how",
+        "block_gateway_scheduler_failures_total": "code",
+        "block_gateway_releases_total": "result",
+    },
+    "scheduler": {
+        "block_decisions_total": "basis",
+        "block_sidecar_failures_total": "kind",
+        "block_generate_attempts_total": "result",
+        "block_recorded_lines_total": "result",
+    },
+    "predictor": {"block_reservations_ended_total": "how"},
+}
 COMPLETIONS = ("/v1/completions", "/v1/chat/completions")
 
 # Faults after which the recording of a scheduler, or a report to it, may lack a line.
@@ -99,6 +115,17 @@ async def count_problems(cluster: ChaosCluster, client: httpx.AsyncClient, ends:
         if sent != replied:
             problems.append(f"{child.name}: {sent} requests, {replied:g} replies")
     return problems
+
+
+async def reported_counts(cluster: ChaosCluster, client: httpx.AsyncClient) -> Counter[str]:
+    """Return what the processes that are left count about failures, by the labels of each metric."""
+    counts: Counter[str] = Counter()
+    for kind, names in REPORTED.items():
+        for child in cluster.of_kind(kind):
+            for name, labels, value in await samples_of(client, child) or []:
+                if label := names.get(name):
+                    counts[f"{name}.{labels[label]}"] += round(value)
+    return +counts
 
 
 def with_reasons(ends: Iterable[RequestEnd], windows: Sequence[FaultWindow]) -> Counter[str]:
