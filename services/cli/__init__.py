@@ -9,6 +9,7 @@ from typing import NoReturn
 import click
 
 from services.cli.lazy_group import LazyCommand, LazyGroup
+from services.cli.progress_bars import loop_bars
 
 BAD_INPUT = 2
 COMMANDS = {
@@ -19,6 +20,7 @@ COMMANDS = {
     "experiment": LazyCommand("services.cli.experiment:experiment", "Run an experiment and write its report"),
     "explain": LazyCommand("services.cli.explain:explain", "Explain the decision about a request"),
     "forecast": LazyCommand("services.cli.forecast:forecast", "Forecast a request on an engine's snapshot"),
+    "keys": LazyCommand("services.cli.keys:keys", "Make API keys and the file that servers read"),
     "observe": LazyCommand("services.cli.observe:observe", "Record what one engine serves for a while"),
     "policies": LazyCommand("services.cli.policies:policies", "List policies, or switch a running scheduler's"),
     "profile": LazyCommand("services.cli.profile:profile", "Show, measure or fit latency profiles"),
@@ -48,7 +50,8 @@ def block() -> None:
 def main() -> NoReturn:
     """Run the command line; bad input ends it with one line and status 2."""
     try:
-        status = block.main(standalone_mode=False)
+        with loop_bars():
+            status = block.main(standalone_mode=False)
     except click.ClickException as error:
         _fail(error.format_message())
     except click.Abort:

@@ -14,8 +14,10 @@ from google.protobuf.message import Message
 
 from protos.block.v1 import common_pb2, provisioner_pb2_grpc
 from protos.block.v1 import provisioner_pb2 as pb
+from services.cli.caller_key import api_key_option
 from services.instances import require_address
 from services.rpc.channels import open_blocking_channel
+from services.security.own_key import OwnKey
 from services.settings import PORTS
 
 TIMEOUT_S = 10.0
@@ -38,9 +40,10 @@ def provision() -> None:
 @provision.command()
 @address_option
 @json_option
-def status(address: str, *, as_json: bool) -> None:
+@api_key_option
+def status(address: str, *, as_json: bool, key: OwnKey) -> None:
     """Show the instances, their desired number, and the actions in progress."""
-    answer = _queried(lambda stub: stub.Status(pb.StatusRequest(), timeout=TIMEOUT_S), address)
+    answer = _queried(lambda stub: stub.Status(pb.StatusRequest(), timeout=TIMEOUT_S), address, key)
     if as_json:
         print(json.dumps(_plain(answer)))
         return
@@ -67,9 +70,10 @@ def status(address: str, *, as_json: bool) -> None:
 @address_option
 @click.option("--rule", default="", help="Rule to plan by.  [default: the provisioner's]")
 @json_option
-def plan(address: str, rule: str, *, as_json: bool) -> None:
+@api_key_option
+def plan(address: str, rule: str, *, as_json: bool, key: OwnKey) -> None:
     """Show what the provisioner would do now, and why, without doing it."""
-    answer = _queried(lambda stub: stub.Plan(pb.PlanRequest(rule=rule), timeout=TIMEOUT_S), address)
+    answer = _queried(lambda stub: stub.Plan(pb.PlanRequest(rule=rule), timeout=TIMEOUT_S), address, key)
     if as_json:
         print(json.dumps(_plain(answer)))
         return
@@ -86,10 +90,11 @@ def plan(address: str, rule: str, *, as_json: bool) -> None:
 )
 @click.option("--follow", "-f", is_flag=True, help="Continue with new actions as they happen.")
 @json_option
-def history(address: str, last: int, *, follow: bool, as_json: bool) -> None:
+@api_key_option
+def history(address: str, last: int, *, follow: bool, as_json: bool, key: OwnKey) -> None:
     """List past actions, oldest first, one line for each change of an action."""
     request = pb.HistoryRequest(most=last, follow=follow)
-    entries = _streamed(address, request, None if follow else TIMEOUT_S)
+    entries = _streamed(address, request, None if follow else TIMEOUT_S, key)
     if as_json and not follow:
         print(json.dumps({"entries": [_plain(entry) for entry in entries]}))
         return
@@ -98,18 +103,20 @@ def history(address: str, last: int, *, follow: bool, as_json: bool) -> None:
         print(json.dumps(_plain(entry)) if as_json else f"{at} {_line(entry.action)}", flush=True)
 
 
-def _queried(call: Any, address: str) -> Any:
+def _queried(call: Any, address: str, key: OwnKey) -> Any:
     require_address("address", address)
-    with open_blocking_channel(address) as channel:
+    with open_blocking_channel(address, key) as channel:
         try:
             return call(provisioner_pb2_grpc.ProvisionerStub(channel))
         except grpc.RpcError as error:
             raise ValueError(f"{address}: {error.details()}") from None
 
 
-def _streamed(address: str, request: pb.HistoryRequest, within_s: float | None) -> Iterator[pb.HistoryResponse]:
+def _streamed(
+    address: str, request: pb.HistoryRequest, within_s: float | None, key: OwnKey
+) -> Iterator[pb.HistoryResponse]:
     require_address("address", address)
-    with open_blocking_channel(address) as channel:
+    with open_blocking_channel(address, key) as channel:
         try:
             yield from provisioner_pb2_grpc.ProvisionerStub(channel).History(request, timeout=within_s)
         except grpc.RpcError as error:

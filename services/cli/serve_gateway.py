@@ -40,17 +40,14 @@ def gateway(given: SettingValues) -> None:
 
     The environment variable BLOCK_GATEWAY_API_KEY may hold an API key, or several with commas, in place of a file.
     """
-    from services.gateway.keys import ApiKeys
     from services.gateway.server import InProcessDecisions, serve
 
     server = server_of(given)
     settings = given.make(
         GatewaySettings, max_body_bytes=server.max_message_mib * MEBIBYTE, max_concurrency=server.max_concurrency
     )
-    keys = os.environ.get(KEY_VARIABLE, "").split(",")
-    accepted = ApiKeys(tuple(key.strip() for key in keys if key.strip()))
-    if settings.api_key_file:
-        accepted = ApiKeys.from_file(settings.api_key_file)
+    keys = tuple(key.strip() for key in os.environ.get(KEY_VARIABLE, "").split(",") if key.strip())
+    server = replace(server, access=replace(server.access, plain_keys=keys))
     decisions = None
     if settings.decide == IN_PROCESS:
         instances = given.make(InstanceSourceSettings)
@@ -60,4 +57,4 @@ def gateway(given: SettingValues) -> None:
         decisions = InProcessDecisions(
             settings=given.make(SchedulerSettings), source=instances.source(), poll_s=instances.poll_s, rpc=rpc
         )
-    serve(settings, server, accepted, decisions, given.make(TracingSettings))
+    serve(settings, server, decisions, given.make(TracingSettings))

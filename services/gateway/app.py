@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from uuid import uuid4
 
 from services.gateway.attainment import attainment_of
 from services.gateway.context import GatewayContext
-from services.gateway.incoming import AUTHORIZATION, Incoming, headers_to_pass, target_of
-from services.gateway.keys import ANY_CLIENT, ApiKeys, KeyHolder
+from services.gateway.incoming import Incoming, headers_to_pass, target_of
 from services.gateway.placing import Placing
 from services.gateway.proxy import RequestForwarder
-from services.gateway.request_spans import RequestSpans
+from services.gateway.request_spans import recorded
+from services.gateway.usage import UsageControl
 from services.http.application import CLIENT_LEFT, JSON, Application, Call, while_client_stays
 from services.http.client import Headers
 from services.http.errors import ApiError
@@ -23,6 +23,10 @@ from services.http.operator_port import reply_metrics
 from services.http.request_facts import RequestHeaders, body_to_pass, read_headers, request_id_of, request_message
 from services.http.stream_continuation import IDS_FIELD
 from services.live_page.pages import LivePage
+from services.security.access import AccessControl
+from services.security.keys import KeyHolder
+from services.security.roles import FOR_CLIENTS
+from services.tracing.request_spans import RequestSpans
 
 log = logging.getLogger(__name__)
 
@@ -33,12 +37,19 @@ class Gateway(Application):
     """Serves OpenAI's endpoints by forwarding each completion to an engine."""
 
     name = "gateway"
+    unlisted = FOR_CLIENTS
 
-    def __init__(self, context: GatewayContext, keys: ApiKeys) -> None:
-        """Serve with what all requests share; without keys every client is admitted."""
-        super().__init__(max_concurrency=context.settings.max_concurrency)
+    def __init__(self, context: GatewayContext, access: AccessControl) -> None:
+        """Serve with what all requests share; `access` checks clients and operators."""
+        super().__init__(
+            max_concurrency=context.settings.max_concurrency,
+            access=access,
+            limits=context.settings.http,
+            registry=context.metrics.registry,
+        )
         self._context = context
-        self._keys = keys
+        self._access = access
+        self._usage = UsageControl(access, context.loop.time)
         self._known_models = frozenset(context.settings.models)
         self._request_ids: set[str] = set()  # of requests under way
         context.metrics.watch(self.__len__, lambda: len(context.releases))
@@ -51,7 +62,6 @@ class Gateway(Application):
             "/metrics": {"GET": self._metrics},
             **LivePage(
                 context.schedulers.frames(context.metrics.registry),
-                authenticate=self._authenticate_operator,
                 is_draining=lambda: self.draining,
             ).routes,
         }
@@ -80,10 +90,14 @@ class Gateway(Application):
     async def _complete(self, call: Call, *, chat: bool) -> None:
         """Authenticate and read a request, place it, and forward it."""
         context = self._context
-        holder = self._authenticate(call)
-        with self.admitted(), self._unique(call.request_id) as request_id:
+        self.require_open()
+        holder = holder_of(call)
+        with ExitStack() as stack:
+            stack.enter_context(self.admitted())
+            request_id = stack.enter_context(self._unique(call.request_id))
             body = await self.body_of(call, context.settings.max_body_bytes)
             openai, headers = self._read(body, call.headers, chat=chat)
+            self._usage.require_model(holder, openai.model)
             num_tokens, block_names = await context.prompts.read_aside(openai)
             try:
                 request = request_message(
@@ -92,7 +106,7 @@ class Gateway(Application):
                     context.objectives,
                     request_id=request_id,
                     prompt_tokens=num_tokens,
-                    client_id=holder.name,
+                    client_id=holder.tenant,
                     objective=holder.objective,
                 )
             except ValueError as error:
@@ -103,8 +117,9 @@ class Gateway(Application):
             request.arrival_unix_s = call.arrived_unix_s
             hides_token_ids = context.settings.asks_for_token_ids(openai)
             client_body = with_fields(body, RETURN_IDS) if hides_token_ids else body
-            spans = RequestSpans(context.tracer, call, openai, request)
-            passed = headers_to_pass(call.headers, request_id, with_authorization=not self._keys)
+            usage = stack.enter_context(self._usage.metered(call, holder, openai, request.prompt_tokens))
+            spans = RequestSpans(context.tracer, call.headers, openai, request, call.arrived_unix_s, chat=chat)
+            passed = headers_to_pass(call.headers, request_id, with_keys=not self._access.checks_keys)
             incoming = Incoming(
                 arrived_s=call.arrived_s,
                 openai=openai,
@@ -116,6 +131,7 @@ class Gateway(Application):
                 client_body=client_body,
                 body=body_to_pass(client_body, openai, request),
                 is_chat=chat,
+                usage=usage,
                 hides_token_ids=hides_token_ids,
                 explain=headers.explain,
             )
@@ -127,7 +143,7 @@ class Gateway(Application):
                 placing=placing,
                 attainment=attainment_of(incoming, context.metrics),
             )
-            with spans.recorded(call):
+            with recorded(spans, call):
                 await while_client_stays(forwarder.run(), call.receive)
 
     @contextmanager
@@ -141,22 +157,10 @@ class Gateway(Application):
         finally:
             self._request_ids.discard(request_id)
 
-    def _authenticate(self, call: Call) -> KeyHolder:
-        """Check the API key, where keys are set; return its holder."""
-        holder = self._keys.holder(call.header(AUTHORIZATION)) if self._keys else ANY_CLIENT
-        if holder is None:
-            raise ApiError(401, "this API key is not known here")
-        self.require_open()
-        return holder
-
-    def _authenticate_operator(self, call: Call) -> None:
-        """Check that the caller may see what all clients do."""
-        if not self._keys.may_operate(self._authenticate(call)):
-            raise ApiError(403, "this API key may not open the live page: the key file names others as operators")
-
     def _read(self, body: bytes, headers: Headers, *, chat: bool) -> tuple[OpenAIRequest, RequestHeaders]:
         try:
-            openai, request_headers = read_body(body, chat=chat), read_headers(headers)
+            openai = read_body(body, chat=chat, max_depth=self.limits.max_json_depth)
+            request_headers = read_headers(headers)
         except ValueError as error:
             raise ApiError.of(error) from None
         if self._known_models and openai.model and openai.model not in self._known_models:
@@ -168,8 +172,9 @@ class Gateway(Application):
     # Everything else.
 
     async def _list_models(self, call: Call) -> None:
-        self._authenticate(call)
-        models = await self._context.models.listed()
+        self.require_open()
+        holder = holder_of(call)
+        models = [model for model in await self._context.models.listed() if holder.may_use(model["id"])]
         await call.reply(200, JSON, json.dumps({"object": "list", "data": models}).encode())
 
     async def _health(self, call: Call) -> None:
@@ -179,7 +184,15 @@ class Gateway(Application):
         self.require_open()
         if not self._context.last_resort and not self._context.schedulers.reachable():
             raise ApiError(503, "no scheduler can be reached")
-        await call.reply(200, JSON, b'{"status": "ready"}')
+        problem = self._access.problem()
+        problems = {"problems": [problem]} if problem else {}
+        await call.reply(200, JSON, json.dumps({"status": "ready", **problems}).encode())
 
     async def _metrics(self, call: Call) -> None:
         await reply_metrics(call, self._context.metrics.registry)
+
+
+def holder_of(call: Call) -> KeyHolder:
+    """Return the holder of the key of a call that has been admitted."""
+    assert call.caller is not None, "the route is for clients"
+    return call.caller.holder

@@ -137,6 +137,8 @@ class Placing:
             log_event(log, logging.ERROR, "decision names no instance", scheduler=decision.scheduler_id, why=str(error))
             raise NoSchedulerError("the decision names no instance") from None
         self._next_best = decision.next_best
+        if decision.HasField("tag"):
+            self.incoming.usage.predicted(decision.tag.median_tokens, self.shared.loop.time())
         self.shared.last_resort.note(decision)
         return destination
 

@@ -24,6 +24,7 @@ from services.placement.refusals import REFUSALS, UNWILLING, refusal, refusal_of
 from services.placement.service import patience_s
 from services.rpc.errors import INTERNAL, overloaded_from, status_of
 from services.rpc.grpc_channel import GrpcChannel
+from services.security.own_key import NO_OWN_KEY, OwnKey
 
 log = logging.getLogger(__name__)
 
@@ -74,9 +75,9 @@ class SchedulerClient(Protocol):
 class _Scheduler:
     """One scheduler: its channel and its circuit."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, key: OwnKey) -> None:
         self.address = address
-        self.channel = GrpcChannel(address, connect_s=CONNECT_S)
+        self.channel = GrpcChannel(address, connect_s=CONNECT_S, key=key)
         self.circuit = CircuitState(longest_pause_s=MAX_PAUSE_S)
 
     def replied(self, code: grpc.StatusCode) -> bool:
@@ -92,9 +93,11 @@ def _weight(session: str, address: str) -> bytes:
 class Schedulers:
     """Calls one scheduler after the other until one replies; needs a running event loop."""
 
-    def __init__(self, addresses: Sequence[str], *, within_s: float, failures: Counter) -> None:
-        """Connect to all of them."""
-        self._all = [_Scheduler(address) for address in addresses]
+    def __init__(
+        self, addresses: Sequence[str], *, within_s: float, failures: Counter, key: OwnKey = NO_OWN_KEY
+    ) -> None:
+        """Connect to all of them; `key` is the gateway's own."""
+        self._all = [_Scheduler(address, key) for address in addresses]
         self._within_s = within_s
         self._failures = failures
         self._turns = {"schedule": 0, "release": 0, "list": 0}  # each kind of call takes turns by itself

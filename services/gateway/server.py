@@ -17,7 +17,6 @@ from protos.block.v1 import scheduler_pb2_grpc
 from services.gateway.app import Gateway
 from services.gateway.context import GatewayContext, RetryBudget
 from services.gateway.destinations import Fallback, OutlierDetection
-from services.gateway.keys import ApiKeys
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.models import Models
 from services.gateway.release_queue import ReleaseQueue
@@ -35,6 +34,9 @@ from services.placement.settings import SchedulerSettings
 from services.rpc.server import freeze_imported_objects, metrics_served, stop_signal
 from services.rpc.server import serving as rpc_serving
 from services.rpc.settings import ServerSettings
+from services.security.access import AccessControl
+from services.security.access_settings import access_controlled
+from services.security.own_key import own_key
 from services.tracing.otlp import TracingSettings, traced
 
 if TYPE_CHECKING:
@@ -69,18 +71,16 @@ class InProcessDecisions:
 def serve(
     settings: GatewaySettings,
     server: ServerSettings,
-    keys: ApiKeys,
     decisions: InProcessDecisions | None = None,
     tracing: TracingSettings = NO_TRACES,
 ) -> None:
     """Run the gateway until SIGTERM or SIGINT."""
-    uvloop.run(serve_until_signalled(settings, server, keys, decisions, tracing))
+    uvloop.run(serve_until_signalled(settings, server, decisions, tracing))
 
 
 async def serve_until_signalled(
     settings: GatewaySettings,
     server: ServerSettings,
-    keys: ApiKeys,
     decisions: InProcessDecisions | None = None,
     tracing: TracingSettings = NO_TRACES,
 ) -> None:
@@ -88,7 +88,7 @@ async def serve_until_signalled(
     stop = stop_signal()
     async with (
         traced(tracing, f"block-{NAME}") as tracer,
-        serving(settings, server, keys, decisions, tracer) as running,
+        serving(settings, server, decisions, tracer) as running,
     ):
         freeze_imported_objects()
         log_event(
@@ -101,17 +101,20 @@ async def serve_until_signalled(
 
 
 @asynccontextmanager
-async def deciding(
+async def deciding(  # noqa: PLR0913, PLR0917 - what either way needs
     settings: GatewaySettings,
     metrics: GatewayMetrics,
     registry: CollectorRegistry,
     decisions: InProcessDecisions | None,
     tracer: RequestTracer | None,
+    access: AccessControl,
 ) -> AsyncIterator[tuple[SchedulerClient, int | None]]:
     """Have decisions while the block runs, by remote schedulers or in this process; then with its gRPC port."""
     failures, within_s = metrics.scheduler_failures, settings.schedule_s
     if decisions is None:
-        schedulers = Schedulers(settings.schedulers, within_s=within_s, failures=failures)
+        schedulers = Schedulers(
+            settings.schedulers, within_s=within_s, failures=failures, key=own_key(settings.part_key_file)
+        )
         try:
             yield schedulers, None
         finally:
@@ -127,7 +130,7 @@ async def deciding(
         register = partial(scheduler_pb2_grpc.add_SchedulerServicer_to_server, service)
         try:
             async with rpc_serving(
-                decisions.rpc, [register], registry, endless=ENDLESS, problem=decisions.source.problem
+                decisions.rpc, [register], registry, endless=ENDLESS, problem=decisions.source.problem, access=access
             ) as running:
                 yield local, running.port
         finally:
@@ -138,7 +141,6 @@ async def deciding(
 async def serving(
     settings: GatewaySettings,
     server: ServerSettings,
-    keys: ApiKeys,
     decisions: InProcessDecisions | None = None,
     tracer: RequestTracer | None = None,
 ) -> AsyncIterator[RunningGateway]:
@@ -155,12 +157,13 @@ async def serving(
     )
     async with AsyncExitStack() as stack:
         also = no_objectives if decisions is None else decisions.source.objectives
-        objectives = ObjectiveTable(settings.objectives, required=keys.objectives, also=also)
+        access = await stack.enter_async_context(access_controlled(server.access, registry))
+        objectives = ObjectiveTable(settings.objectives, required=access.keys.objectives, also=also)
         await stack.enter_async_context(following(objectives))
         listener = stack.enter_context(listening(server.host, server.port))
-        await stack.enter_async_context(metrics_served(server, registry))
+        await stack.enter_async_context(metrics_served(server, registry, access=access))
         schedulers, scheduler_port = await stack.enter_async_context(
-            deciding(settings, metrics, registry, decisions, tracer)
+            deciding(settings, metrics, registry, decisions, tracer, access)
         )
         releases = ReleaseQueue(
             schedulers.release, max_waiting=settings.releases_kept, delivered=metrics.released, lost=metrics.lost
@@ -184,7 +187,7 @@ async def serving(
             loop=loop,
             tracer=tracer,
         )
-        gateway = Gateway(context, keys)
+        gateway = Gateway(context, access)
         try:
             async with answering(gateway, listener, server.drain_s):
                 port = listener.getsockname()[1]

@@ -11,10 +11,16 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 from uuid import uuid4
 
+from prometheus_client import CollectorRegistry
+
 from services.http.client import Headers
 from services.http.errors import ApiError, HttpError
+from services.http.limits import BODY_TIMEOUT, DEFAULT_LIMITS, SETTINGS, HttpLimits, Refusals
 from services.http.proxying import is_event_stream
 from services.logs import log_event
+from services.rpc.errors import NotAllowedError, UnauthenticatedError, message_of, status_of
+from services.security.access import EXPIRED_KEY, AccessControl, Caller
+from services.security.roles import FOR_OPERATORS
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +31,7 @@ Endpoint = Callable[["Call"], Awaitable[None]]
 
 REQUEST_ID = b"x-request-id"
 BODY_S = 60.0  # to receive a body
+FIRST_BODY_S = 10.0  # of them, in which the rate does not matter
 CLIENT_LEFT = 499  # nginx's status for it, in metrics only
 JSON: Headers = [(b"content-type", b"application/json")]
 
@@ -45,6 +52,8 @@ class Call:
     arrived_unix_s: float = field(default_factory=time.time)
     status: int = 0  # of the reply; 0 until it starts
     is_stream: bool = False  # the reply is a stream of events
+    caller: Caller | None = None  # of a call whose route needs a role
+    added_headers: Headers = field(default_factory=list)  # that every reply to this call has
     has_ended: bool = False
 
     @property
@@ -64,6 +73,8 @@ class Call:
     async def start(self, status: int, headers: Headers) -> None:
         """Send status and headers."""
         self.status, self.is_stream = status, is_event_stream(headers)
+        if self.added_headers:
+            headers = [*headers, *self.added_headers]
         if self.request_id:
             headers = [*headers, (REQUEST_ID, self.request_id.encode("latin-1"))]
         await self.send({"type": "http.response.start", "status": status, "headers": headers})
@@ -93,10 +104,24 @@ class Application:
 
     error: type[HttpError] = ApiError  # in which this application reports its own refusals
     name = "server"  # in messages
+    unlisted = FOR_OPERATORS  # who may use a route that the table of all routes lacks
 
-    def __init__(self, *, max_concurrency: int | None = None) -> None:
-        """Serve no path yet; None sets no limit on concurrency."""
+    def __init__(
+        self,
+        *,
+        max_concurrency: int | None = None,
+        access: AccessControl | None = None,
+        limits: HttpLimits = DEFAULT_LIMITS,
+        registry: CollectorRegistry | None = None,
+    ) -> None:
+        """Serve no path yet; None sets no limit on concurrency, and checks no caller.
+
+        Refusals are counted in a registry.
+        """
         self.draining = False
+        self.access = access
+        self.limits = limits
+        self.refusals = Refusals(registry)
         self.routes: Mapping[str, Mapping[str, Endpoint]] = {}
         self._max_concurrency = max_concurrency
         self._admitted: set[asyncio.Task[Any]] = set()
@@ -122,8 +147,11 @@ class Application:
             call.request_id = self.request_id_of(call)
             endpoint = self.endpoint_of(call)
             path = scope["path"]
+            self.authorize(call)
             await endpoint(call)
         except HttpError as error:
+            if error.code in SETTINGS:
+                self.refusals.note(error.code, (scope.get("client") or ("",))[0])
             await call.fail(error)
         except asyncio.CancelledError:
             if not self._is_cut_off:
@@ -136,7 +164,23 @@ class Application:
         except Exception:
             log.exception("call failed", extra={"fields": {"request_id": call.request_id}})
             await call.fail(self.error(500, f"internal error; the {self.name}'s log has more"))
-        self.on_end(call, path, CLIENT_LEFT if has_left else call.status)
+        status = CLIENT_LEFT if has_left else call.status
+        if call.caller is not None and self.access is not None:
+            self.access.ended(call.caller, call.scope, status)
+        self.on_end(call, path, status)
+
+    def authorize(self, call: Call) -> None:
+        """Check that the caller may use the route, by the table of all routes, where callers are checked."""
+        if self.access is not None:
+            try:
+                call.caller = self.access.admit_http(call.scope, self.unlisted)
+            except (UnauthenticatedError, NotAllowedError) as error:
+                raise self.access_error(error) from None
+
+    def access_error(self, error: UnauthenticatedError | NotAllowedError) -> HttpError:
+        """Make the error for a caller that may not use a route."""
+        expired = isinstance(error, UnauthenticatedError) and error.reason == EXPIRED_KEY
+        return self.error(status_of(error).http_code, message_of(error), code="expired_api_key" if expired else None)
 
     def request_id_of(self, call: Call) -> str:
         """Return the id that the client gives its request, else the call's own, which is random."""
@@ -183,39 +227,47 @@ class Application:
 
     async def body_of(self, call: Call, max_bytes: int) -> bytes:
         """Receive the body of a request, up to a limit."""
-        return await receive_body(call.headers, call.receive, max_bytes, self.error)
+        return await receive_body(
+            call.headers, call.receive, max_bytes, self.error, min_bytes_per_s=self.limits.min_body_bytes_per_s
+        )
 
     def _shutting_down(self) -> str:
         return f"the {self.name} is shutting down"
 
 
-async def receive_body(headers: Headers, receive: Receive, max_bytes: int, error: type[HttpError] = ApiError) -> bytes:
-    """Receive a body, up to a limit."""
+async def receive_body(
+    headers: Headers,
+    receive: Receive,
+    max_bytes: int,
+    error: type[HttpError] = ApiError,
+    *,
+    min_bytes_per_s: int = DEFAULT_LIMITS.min_body_bytes_per_s,
+) -> bytes:
+    """Receive a body, up to a limit, in `BODY_S`, and after the first seconds at a minimum rate."""
     too_large = error(413, f"the body may have at most {max_bytes} bytes")
     length = next((value for name, value in headers if name == b"content-length"), b"0")
     if int(length) > max_bytes:  # digits only: the server's parser has checked that
         raise too_large
+    start_s = asyncio.get_running_loop().time()
+    body, num_bytes = b"", 0
+    pieces: list[bytes] = []
     try:
-        async with asyncio.timeout(BODY_S):
-            return await _pieces(receive, max_bytes, too_large)
+        async with asyncio.timeout_at(start_s + FIRST_BODY_S) as timeout:
+            while True:
+                message = await receive()
+                if message["type"] != "http.request":
+                    raise ClientLeftError
+                body = message.get("body", b"")
+                num_bytes += len(body)
+                if num_bytes > max_bytes:
+                    raise too_large
+                if not message.get("more_body", False):
+                    break
+                pieces.append(body)
+                timeout.reschedule(start_s + min(BODY_S, FIRST_BODY_S + num_bytes / min_bytes_per_s))
     except TimeoutError:
-        raise error(408, f"the body did not arrive within {BODY_S:g} s") from None
-
-
-async def _pieces(receive: Receive, max_bytes: int, too_large: HttpError) -> bytes:
-    pieces = []
-    num_bytes = 0
-    while True:
-        message = await receive()
-        if message["type"] != "http.request":
-            raise ClientLeftError
-        piece: bytes = message.get("body", b"")
-        num_bytes += len(piece)
-        if num_bytes > max_bytes:
-            raise too_large
-        pieces.append(piece)
-        if not message.get("more_body", False):
-            return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        raise error(408, f"only {num_bytes} bytes of the body arrived in time", code=BODY_TIMEOUT) from None
+    return b"".join((*pieces, body)) if pieces else body
 
 
 async def while_client_stays(work: Coroutine[Any, Any, None], receive: Receive) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from scheduler.prefix.prompt import PROMPT_END_BYTES
+from services.http.json_body import MAX_JSON_DEPTH, JsonError, request_json
 from services.http.stream_continuation import IDS_FIELD, why_not_continuable
 
 MAX_TOKENS = 2**31 - 1
@@ -35,6 +36,7 @@ class OpenAIRequest:
     hinted_priority: int | None  # likewise, from a hint that engines do not read
     token_ids: tuple[int, ...] = ()  # the first ones, where the client sent those of one prompt
     num_prompts: int = 1
+    num_samples: int = 1  # responses to each prompt
     conversation: Mapping[str, Any] | None = None  # the whole body of a chat
     xargs: Mapping[str, Any] | None = None  # `vllm_xargs`, for plug-ins of vLLM; None without this key
     undivided: bool = False  # one engine must serve it whole: see `_is_undivided`
@@ -43,11 +45,13 @@ class OpenAIRequest:
     has_kv_transfer_params: bool = False  # as a field, or in `vllm_xargs`, where vLLM finds them too
 
 
-def read_body(body: bytes, *, chat: bool) -> OpenAIRequest:
+def read_body(body: bytes, *, chat: bool, max_depth: int = MAX_JSON_DEPTH) -> OpenAIRequest:
     """Read the body of a (chat) completion."""
     try:
-        data = json.loads(body.decode())
-    except (ValueError, RecursionError) as error:
+        data = request_json(body, max_depth)
+    except JsonError:
+        raise
+    except ValueError as error:
         raise ValueError(f"the body is not JSON: {error}") from None
     if not isinstance(data, dict):
         raise ValueError("the body must be a JSON object")
@@ -77,6 +81,7 @@ def read_body(body: bytes, *, chat: bool) -> OpenAIRequest:
         hinted_priority=_hinted_priority(hints),
         token_ids=tuple(prompts[0][:MAX_TOKEN_IDS]) if len(prompts) == 1 else (),
         num_prompts=num_prompts,
+        num_samples=_num_samples(data),
         conversation=data if chat else None,
         xargs=xargs,
         undivided=num_prompts > 1
@@ -91,10 +96,15 @@ def read_body(body: bytes, *, chat: bool) -> OpenAIRequest:
 
 
 def names_kv_blocks(body: bytes) -> bool:
-    """Return whether the body of any request has `kv_transfer_params`, in an encoding that engines read."""
+    """Return whether the body of any request has `kv_transfer_params`, in an encoding that engines read.
+
+    A body that is too deep to be read is refused: an engine may read deeper.
+    """
     try:
         data = json.loads(body)
-    except (ValueError, RecursionError):
+    except RecursionError:
+        raise ValueError("the body is nested too deeply") from None
+    except ValueError:
         return False
     return isinstance(data, dict) and _names_blocks(data)
 
@@ -124,6 +134,12 @@ def _is_undivided(data: Mapping[str, Any]) -> bool:
         or get("echo")
         or get("prompt_logprobs") is not None
     )
+
+
+def _num_samples(data: Mapping[str, Any]) -> int:
+    """Return how many responses to a prompt are generated; the engine refuses what is no such number."""
+    given = [value for value in (data.get("n"), data.get("best_of")) if type(value) is int]
+    return min(MAX_TOKENS, max([1, *given]))
 
 
 def _has_other_parts(messages: Sequence[Mapping[str, Any]]) -> bool:

@@ -10,6 +10,7 @@ from prometheus_client.exposition import choose_encoder
 
 from services.http.application import Application, Call, Endpoint
 from services.http.server import answering, listening
+from services.security.access import AccessControl
 
 ACCEPT = b"accept"
 DRAIN_S = 1.0
@@ -20,9 +21,9 @@ Routes = Mapping[str, Mapping[str, Endpoint]]
 class OperatorPort(Application):
     """Serves metrics, and more routes."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        """Serve the metrics of a registry."""
-        super().__init__()
+    def __init__(self, registry: CollectorRegistry, access: AccessControl | None = None) -> None:
+        """Serve the metrics of a registry; `access` checks callers, by default by where they are."""
+        super().__init__(access=access or AccessControl(), registry=registry)
         self._registry = registry
         self.routes: Routes = {"/metrics": {"GET": self._metrics}}
 

@@ -32,6 +32,7 @@ from services.placement.instance_registry import InstanceRegistry
 from services.placement.length_resolution import LengthResolver
 from services.placement.listeners import COMPLETED, PlacementListener
 from services.placement.metrics import SchedulerMetrics
+from services.placement.provisioner_watch import ProvisionerWatch
 from services.placement.replies import conflict_of, state_name
 from services.placement.settings import MAX_RESERVATION_S, SchedulerSettings
 from services.placement.sidecar_connection import ForecastCall, SidecarConnection
@@ -39,6 +40,7 @@ from services.placement.tail import Tail
 from services.rpc.errors import UnknownNameError
 from services.rpc.messages import LEG_NAMES, LEG_VALUES, forecast_message, request_from, require_name
 from services.rpc.objectives import fill_from, objective_from, set_objective
+from services.security.own_key import own_key
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +81,8 @@ class PlacementDriver:
         self.objectives = ObjectiveTable() if objectives is None else objectives
         self._lengths = lengths
         self._metrics = metrics
-        self.tail = Tail(registry, self.log, metrics.registry, self._about, settings.provisioners)
+        provisioners = ProvisionerWatch(settings.provisioners, own_key(settings.part_key_file))
+        self.tail = Tail(registry, self.log, metrics.registry, self._about, provisioners)
         self._listeners = (*listeners, self.log, self.tail)
         self._fan_outs = asyncio.Semaphore(settings.max_deciding)
         self._wakeups: dict[Decision, asyncio.Event] = {}

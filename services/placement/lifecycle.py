@@ -20,6 +20,7 @@ from services.placement.listeners import PlacementListener
 from services.placement.metrics import SchedulerMetrics
 from services.placement.provisioner_reports import ProvisionerReports
 from services.placement.settings import SchedulerSettings
+from services.security.own_key import own_key
 from services.supervised_task import supervised
 
 MEBIBYTE = 2**20
@@ -32,7 +33,7 @@ async def placement_driver(
     """Follow the instances while the block runs; a bad list is refused at the start, except where it may come later."""
     metrics, objectives = SchedulerMetrics(registry), ObjectiveTable(settings.objectives, also=source.objectives)
     instances, lengths = InstanceRegistry(settings, metrics), LengthResolver(settings, metrics)
-    reports = ProvisionerReports(settings.provisioners, settings.scheduler_id)
+    reports = ProvisionerReports(settings.provisioners, settings.scheduler_id, own_key(settings.part_key_file))
     watching = counting = recorder = driver = None
     try:
         recorder = _recorder(settings, metrics)

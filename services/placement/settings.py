@@ -20,6 +20,7 @@ from services.http.kv_transfer import HandOverDeadline, KvConnectorName, require
 from services.http.prompt_tokens import BlockTokens, ChatTemplateFile, HashSeed, TokenizerFile
 from services.instances import require_address
 from services.objectives import ObjectivesFile
+from services.security.own_key import PartKeyFile
 from services.settings import Nested, Option
 
 MAX_RESERVATION_S = 600.0
@@ -55,6 +56,7 @@ class SchedulerSettings:
     ] = False
 
     objectives: ObjectivesFile = ""
+    part_key_file: PartKeyFile = ""
 
     sidecar_deadline_s: Annotated[
         float, Option("Deadline of calls to sidecars, in milliseconds.", name="sidecar_deadline_ms", unit="ms")

@@ -27,6 +27,7 @@ from services.provisioner_server.pool import Pool
 from services.provisioner_server.roster import DRAINING, READY, STARTING, Member, Roster
 from services.provisioner_server.sidecars import Condition, Sidecars
 from services.provisioner_server.tiers import TierMoves, action_from
+from services.security.own_key import own_key
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ class Leader:
         self._pool, self._hook, self._lease, self._metrics = pool, hook, lease, metrics
         self._settings = pool.settings
         self._folder = Path(self._settings.folder)
-        self._sidecars = Sidecars()
+        self._sidecars = Sidecars(own_key(self._settings.part_key_file))
         self._journal: Journal | None = None
         self._roster = Roster(self._folder / ROSTER, self._folder / INSTANCES)
         self._retry_at_s: dict[str, float] = {}  # by failed action

@@ -10,6 +10,7 @@ from scheduler.provisioning import RULE_NAMES, TIERS, rule_from
 from scheduler.provisioning.limits import ScalingLimits, ScalingObjectives
 from scheduler.provisioning.tiers import Tiers, require_room, tiers_in
 from services.rpc.messages import require_name
+from services.security.own_key import PartKeyFile
 from services.settings import PORTS, Nested, Option
 from simulator.codec import read_text
 
@@ -24,6 +25,7 @@ class ProvisionerSettings:
     """
 
     folder: Annotated[str, Option("Folder for the journal, the lease and the list of instances.", metavar="DIR")]
+    part_key_file: PartKeyFile = ""
     pool: Annotated[str, "Name of the pool of instances."] = "default"
     model: Annotated[str, Option("Model that the instances serve.", unset="any")] = ""
     rule: Annotated[

@@ -33,6 +33,7 @@ from services.rpc.http2 import (
     Http2Stream,
     LostError,
 )
+from services.security.own_key import NO_OWN_KEY, OwnKey
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 1.0  # between two attempts to connect
 KEEPALIVE_S = 20.0  # a server that sends nothing for so long is pinged, while calls are in progress
@@ -72,9 +73,10 @@ class GrpcChannel:
     While the first attempt is made, calls wait; after a failure they fail at once, until a connection is there.
     """
 
-    def __init__(self, address: str, *, connect_s: float = 1.0) -> None:
-        """Connect to nothing yet; `connect_s` limits one attempt."""
+    def __init__(self, address: str, *, connect_s: float = 1.0, key: OwnKey = NO_OWN_KEY) -> None:
+        """Connect to nothing yet; `connect_s` limits one attempt, and all calls show `key`, if there is one."""
         self.address = address
+        self.key = key
         self._connect_s = connect_s
         self._connection: Http2Connection | None = None
         self._connecting: asyncio.Task[None] | None = None
@@ -347,6 +349,8 @@ class GrpcCall:
             headers += _timeout_header(self._timeout_s)
         if self._request_metadata:
             headers += _compressed(*self._request_metadata)
+        if metadata := self._channel.key.metadata():
+            headers += _compressed(*metadata)
         try:
             self._stream = connection.open_stream(headers, self)
         except Http2Error as error:

@@ -16,9 +16,11 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry
 
 from services.logs import log_event
-from services.rpc.channels import bind_server, make_server
+from services.rpc.channels import bind_server, make_server, streams_for
 from services.rpc.interceptor import CallInterceptor, Handler
 from services.rpc.settings import ServerSettings
+from services.security.access import AccessControl
+from services.security.access_settings import access_controlled
 
 if TYPE_CHECKING:
     from services.http.operator_port import OperatorPort, Routes
@@ -55,24 +57,36 @@ async def serving(  # noqa: PLR0913 - what any of our servers may need
     endless: Collection[str] = (),
     problem: Callable[[], str] = no_problem,
     pages: Pages | None = None,
+    access: AccessControl | None = None,
 ) -> AsyncIterator[RunningServer]:
     """Serve while the block runs; then refuse new calls and wait for those under way, at most `drain_s`.
 
     `endless` names methods (/package.Service/Method) whose streams end only when the client leaves; draining does not
     wait for them. While there is a `problem`, the services report that they do not serve, and the server that it lives.
-    `pages` makes what is served beside the metrics.
+    `pages` makes what is served beside the metrics. `access` checks callers, by default as the settings say.
     """
     from grpc_reflection.v1alpha import reflection  # the gateway imports this module, too
 
+    if access is None:
+        async with (
+            access_controlled(settings.access, registry) as own,
+            serving(settings, services, registry, endless=endless, problem=problem, pages=pages, access=own) as running,
+        ):
+            yield running
+        return
     names = service_names(services)
-    interceptor = CallInterceptor(settings.max_concurrency, registry, names, endless)
-    server = make_server(max_message_bytes=settings.max_message_mib * MEBIBYTE, interceptors=(interceptor,))
+    interceptor = CallInterceptor(settings.max_concurrency, registry, names, endless, access)
+    server = make_server(
+        max_message_bytes=settings.max_message_mib * MEBIBYTE,
+        interceptors=(interceptor,),
+        max_streams=streams_for(settings.max_concurrency),
+    )
     for register in services:
         register(server)
     state = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(state, server)
     reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
-    async with metrics_served(settings, registry, pages) as metrics_port:
+    async with metrics_served(settings, registry, pages, access) as metrics_port:
         port = bind_server(server, settings.host, settings.port)
         await server.start()
         await _report_readiness(state, names, problem)
@@ -180,7 +194,10 @@ def freeze_imported_objects() -> None:
 
 @asynccontextmanager
 async def metrics_served(
-    settings: ServerSettings, registry: CollectorRegistry, pages: Pages | None = None
+    settings: ServerSettings,
+    registry: CollectorRegistry,
+    pages: Pages | None = None,
+    access: AccessControl | None = None,
 ) -> AsyncIterator[int | None]:
     """Serve /metrics, and more pages, on a port of its own where `metrics_port` is set."""
     if settings.metrics_port is None:
@@ -188,7 +205,7 @@ async def metrics_served(
         return
     from services.http.operator_port import OperatorPort, operator_port_served  # not needed without the port
 
-    app = OperatorPort(registry)
+    app = OperatorPort(registry, access)
     if pages is not None:
         app.routes = {**app.routes, **pages(app)}
     async with operator_port_served(app, settings.host, settings.metrics_port) as port:

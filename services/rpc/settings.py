@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated
+
+from services.security.access_settings import AccessSettings
+from services.settings import Nested
 
 MAX_MESSAGE_MIB = 1024
 
@@ -21,6 +24,7 @@ class ServerSettings:
     max_concurrency: Annotated[int, "Maximum number of calls in progress; further calls are refused."] = 1024
     max_message_mib: Annotated[int, "Maximum size of a message, in mebibytes."] = 16
     drain_s: Annotated[float, "Maximum time to wait at shutdown for calls in progress, in seconds."] = 30.0
+    access: Annotated[AccessSettings, Nested()] = field(default_factory=AccessSettings)
 
     def __post_init__(self) -> None:
         """Refuse settings that no server can have."""

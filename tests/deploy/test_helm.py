@@ -76,7 +76,6 @@ def test_objects_follow_their_schemas(name: str) -> None:
 @pytest.fixture
 def accepted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """Give a function that runs a command line up to where its server would start."""
-    from services.gateway import keys
     from services.provisioner_server.hooks import kubernetes
 
     served: list[str] = []
@@ -85,7 +84,6 @@ def accepted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
             monkeypatch.setattr(path, lambda *_, command=command, **__: served.append(command))
     monkeypatch.setattr("services.warmup.warm_up", lambda: 0.0)
     monkeypatch.setattr("predictor.indicators.warm_indicators", lambda: None)
-    monkeypatch.setattr(keys.ApiKeys, "from_file", lambda _: keys.ApiKeys(()))
     monkeypatch.setattr(kubernetes, "cluster_configuration", lambda: None)
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.96.0.1")
     profile = ROOT / "predictor" / "profiles" / "llama-3.1-8b-h100.json"

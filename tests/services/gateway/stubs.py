@@ -13,11 +13,12 @@ import grpc
 import httpx
 
 from protos.block.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
-from services.gateway.keys import ApiKeys
 from services.gateway.server import serving
 from services.gateway.settings import GatewaySettings
 from services.rpc.server import ServerSettings
+from services.security.access_settings import AccessSettings
 from tests.ports import free_port
+from tests.services.security.key_files import key_file
 from tests.services.waiting import LIMIT_S, PATIENCE_S, bound
 
 LOCAL = "127.0.0.1"
@@ -328,7 +329,7 @@ async def scene(
     tracer: Any = None,
     **options: Any,
 ) -> AsyncIterator[Scene]:
-    """Start everything; `urls` come before those of the engines."""
+    """Start everything; `urls` come before those of the engines, and `keys` are tables of a key file."""
     async with AsyncExitStack() as stack:
         running = await stack.enter_async_context(engines(*answers))
         known = [*(urls or []), *(engine.url for engine in running)]
@@ -340,8 +341,9 @@ async def scene(
         settings = GatewaySettings(
             **{"schedulers": addresses, "schedule_s": PATIENCE_S, "connect_s": PATIENCE_S, **options}
         )
+        access = AccessSettings(api_key_file=stack.enter_context(key_file(*keys)))
         here = await stack.enter_async_context(
-            serving(settings, ServerSettings(**{"drain_s": 1.0, **(server or {})}), ApiKeys(keys), tracer=tracer)
+            serving(settings, ServerSettings(**{"drain_s": 1.0, "access": access, **(server or {})}), tracer=tracer)
         )
         client = await stack.enter_async_context(
             httpx.AsyncClient(base_url=f"http://{LOCAL}:{here.port}", timeout=LIMIT_S)
