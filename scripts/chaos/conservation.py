@@ -47,12 +47,11 @@ REPORTED: Mapping[str, Mapping[str, str]] = {  # metrics, each with a label
 }
 COMPLETIONS = ("/v1/completions", "/v1/chat/completions")
 
-# Faults after which the recording of a scheduler, or a report to it, may lack a line.
+# Faults after which the recording of a scheduler, or a report to it, may lack a line; and a restart of the gateway.
 LOSES_LINES = {
     "kill": ("scheduler",),
     "stop": ("scheduler",),
     "crawl": ("scheduler",),
-    "restart": ("gateway",),
     "full_disk": ("disk",),
 }
 
@@ -171,7 +170,7 @@ def pairing(
             counts["outcome recorded"] += 1
         elif end.policy in WITHOUT_DECISION:
             counts["placed without a decision"] += 1
-        elif cause := cause_of(windows, end, LOSES_LINES, settle_s=SETTLE_S):
+        elif cause := cause_of(windows, end, {**LOSES_LINES, "restart": (end.sent_to,)}, settle_s=SETTLE_S):
             counts[f"not recorded: {cause}"] += 1
         else:
             counts["missing"] += 1
