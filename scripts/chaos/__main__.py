@@ -49,6 +49,7 @@ from scripts.chaos.faults import FaultInjector
 from scripts.chaos.growth import GrowthWatch, growth_problems
 from scripts.chaos.plan import ChaosSettings, kind_of, plan_of
 from scripts.report import machine, report
+from services.cluster.child import StartError
 from services.logs import configure
 
 MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None  # noqa: S108 - where processes share memory
@@ -168,7 +169,10 @@ def main() -> None:
         return
     configure("critical", "text")
     chaos = ChaosRun(settings=settings)
-    uvloop.run(chaos.run())
+    try:
+        uvloop.run(chaos.run())
+    except StartError as error:
+        sys.exit(f"chaos: {error}")
     path = Path(file)
     path.parent.mkdir(parents=True, exist_ok=True)
     results = {"settings": asdict(settings), "problems": chaos.problems, "results": chaos.rows}
