@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -218,7 +218,7 @@ def grpc_credentials(context: Any) -> Credentials:
     )
 
 
-def certificate_names(authentication: Mapping[str, Sequence[bytes]]) -> tuple[str, ...]:
+def certificate_names(authentication: Mapping[str, Iterable[bytes]]) -> tuple[str, ...]:
     """Return the names of a client certificate that gRPC has verified, the alternative ones first."""
     if b"ssl" not in authentication.get("transport_security_type", ()):
         return ()
