@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -52,3 +54,11 @@ def test_every_locked_package_has_its_licence_listed() -> None:
     page = (ROOT / "docs" / "reference" / "licences.md").read_text()
     listed = dict(re.findall(r"^\| ([\w-]+) \| (\d[\w.]*) \| \S", page, re.MULTILINE))
     assert listed == {name: package.version for name, package in locked_in(LOCK.read_text()).items()}
+
+
+@pytest.mark.slow
+def test_the_page_of_licences_is_what_the_metadata_say() -> None:
+    """Written again, it is the same."""
+    command = [sys.executable, "scripts/generate_licences.py", "--check"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
