@@ -169,14 +169,9 @@ async def serving(
         objectives = ObjectiveTable(settings.objectives, required=access.keys.objectives, also=also)
         await stack.enter_async_context(following(objectives))
         listener = stack.enter_context(listening(server.host, server.port))
-<<<<<<< HEAD
         certificates = certificates_of(server.tls)
         register_tls_metrics(registry, certificates)
-        await stack.enter_async_context(metrics_served(server, registry, access=access))
-        schedulers, scheduler_port = await stack.enter_async_context(
-=======
         schedulers, driver, scheduler_port = await stack.enter_async_context(
->>>>>>> register
             deciding(settings, metrics, registry, decisions, tracer, access)
         )
         pages = None if driver is None else partial(instance_routes, driver)

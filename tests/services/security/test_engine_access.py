@@ -8,8 +8,8 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
-
 from services.gateway.keys import ApiKeys
+
 from services.gateway.server import serving
 from services.gateway.settings import GatewaySettings
 from services.http.application import Application, Call
