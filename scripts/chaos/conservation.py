@@ -182,11 +182,12 @@ def pairing(
 def cause_of(
     windows: Sequence[FaultWindow], end: RequestEnd, faults: Mapping[str, Sequence[str]], *, settle_s: float
 ) -> str:
-    """Return a fault of these kinds and parts that happened during a request, or shortly before or after it."""
-    for window in windows:
-        is_of_part = {window.part, kind_of(window.part)} & set(faults.get(window.kind, ()))
-        if is_of_part and window.start_s - settle_s <= end.end_s and end.start_s <= window.end_s + settle_s:
-            return f"{window.kind} {kind_of(window.part)}"
+    """Return the first fault of these kinds and parts that happened during a request, or shortly before or after it."""
+    for kind, parts in faults.items():
+        for window in windows:
+            is_one = window.kind == kind and (window.part in parts or kind_of(window.part) in parts)
+            if is_one and window.start_s - settle_s <= end.end_s and end.start_s <= window.end_s + settle_s:
+                return f"{kind} {kind_of(window.part)}"
     return ""
 
 
