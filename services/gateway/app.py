@@ -17,11 +17,11 @@ from services.gateway.proxy import RequestForwarder
 from services.gateway.request_spans import RequestSpans
 from services.http.application import CLIENT_LEFT, JSON, Application, Call, while_client_stays
 from services.http.client import Headers
+from services.http.continuable import IDS_FIELD
 from services.http.errors import ApiError
 from services.http.openai_body import OpenAIRequest, read_body, with_fields
 from services.http.operator_port import reply_metrics
 from services.http.request_facts import RequestHeaders, body_to_pass, read_headers, request_id_of, request_message
-from services.http.stream_continuation import IDS_FIELD
 from services.live_page.pages import LivePage
 
 log = logging.getLogger(__name__)

@@ -14,9 +14,10 @@ from services.http.client import Headers
 from services.http.continued_request import continued_request
 from services.http.engine_arguments import LONG_WAIT_S
 from services.http.openai_body import OpenAIRequest, read_body
+from services.http.paths import CHAT
 from services.http.proxying import without_hops
 from services.http.request_facts import body_to_pass
-from services.http.stream_continuation import CHAT, Continuation
+from services.http.stream_continuation import Continuation
 from services.rpc.objectives import with_objective
 
 AUTHORIZATION = b"authorization"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from scheduler.prefix.prompt import PROMPT_END_BYTES
-from services.http.stream_continuation import IDS_FIELD, why_not_continuable
+from services.http.continuable import IDS_FIELD, has_other_parts, why_not_continuable
 
 MAX_TOKENS = 2**31 - 1
 LONGEST_NAME = 256  # characters of ids and names
@@ -82,7 +82,7 @@ def read_body(body: bytes, *, chat: bool) -> OpenAIRequest:
         undivided=num_prompts > 1
         or names_blocks
         or (max_tokens is not None and max_tokens <= 1)
-        or (chat and _has_other_parts(data["messages"]))
+        or (chat and has_other_parts(data["messages"]))
         or _is_undivided(data),
         why_not_continuable="kv_transfer_params" if names_blocks else why_not_continuable(data, chat=chat),
         returns_token_ids=bool(data.get(IDS_FIELD)),
@@ -123,17 +123,6 @@ def _is_undivided(data: Mapping[str, Any]) -> bool:
         or get("use_beam_search")
         or get("echo")
         or get("prompt_logprobs") is not None
-    )
-
-
-def _has_other_parts(messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether a conversation contains anything but text, such as images."""
-    contents = (message.get("content") for message in messages)
-    return any(
-        isinstance(part, dict) and part.get("text") is None
-        for content in contents
-        if isinstance(content, list)
-        for part in content
     )
 
 

@@ -15,13 +15,15 @@ from protos.block.v1 import common_pb2, scheduler_pb2
 from scheduler.instances import OverloadedError
 from scheduler.placement import Placement
 from services.http.client import HttpClient, origin_of
+from services.http.continuable import IDS_FIELD
 from services.http.continued_request import BY_TOKEN_IDS, OFF, EarlierPart, continued_request
 from services.http.kv_transfer import KV_CONNECTORS
 from services.http.openai_body import OpenAIRequest
+from services.http.paths import CHAT
 from services.http.prefill_leg import MAX_FAILED_FETCHES, SKIPPED, HeldBlocks, PrefillLeg
 from services.http.prompt_tokens import PromptSizes
 from services.http.proxying import OK
-from services.http.stream_continuation import CHAT, IDS_FIELD, NotContinuableError, StreamTranscript
+from services.http.stream_continuation import NotContinuableError, StreamTranscript
 from services.logs import log_event
 from services.placement.driver import PlacementDriver
 from services.placement.generation_tracker import GenerationTracker
