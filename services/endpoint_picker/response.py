@@ -11,7 +11,8 @@ from services.endpoint_picker.metrics import PickerMetrics
 from services.http.openai_body import OpenAIRequest
 from services.http.prompt_tokens import PromptSizes
 from services.http.proxying import OK, RETRIED
-from services.http.sse import CANCELLED, FAILED, Ending, StreamReader, ending_of
+from services.http.reply_format import CANCELLED, FAILED
+from services.http.sse import Ending, StreamReader, ending_of
 from services.placement.driver import PlacementDriver
 
 UNSPECIFIED = common_pb2.FINISH_REASON_UNSPECIFIED

@@ -19,7 +19,8 @@ from services.http.application import CLIENT_LEFT, JSON, Application, Call, whil
 from services.http.client import Headers
 from services.http.continuable import IDS_FIELD
 from services.http.errors import ApiError
-from services.http.openai_body import OpenAIRequest, read_body, with_fields
+from services.http.json_fields import with_fields
+from services.http.openai_body import OpenAIRequest, read_body
 from services.http.operator_port import reply_metrics
 from services.http.request_facts import RequestHeaders, body_to_pass, read_headers, request_id_of, request_message
 from services.live_page.pages import LivePage

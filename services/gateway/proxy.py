@@ -22,7 +22,7 @@ from services.http.errors import ApiError, ShedError
 from services.http.kv_transfer import KV_CONNECTORS
 from services.http.prefill_leg import HELD, MAX_FAILED_FETCHES, NO_BLOCKS, SKIPPED, HeldBlocks, PrefillLeg
 from services.http.proxying import NOT_SERVING, OK, RETRIED, SERVER_ERROR, engine_error
-from services.http.sse import CANCELLED, FAILED
+from services.http.reply_format import CANCELLED, FAILED
 from services.logs import log_event
 
 log = logging.getLogger(__name__)

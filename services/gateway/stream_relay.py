@@ -16,7 +16,7 @@ from services.http.client import Headers
 from services.http.continued_request import OFF, EarlierPart
 from services.http.errors import ApiError
 from services.http.proxying import engine_error
-from services.http.sse import CANCELLED, FAILED
+from services.http.reply_format import CANCELLED, FAILED
 from services.http.stream_continuation import NotContinuableError, StreamTranscript, failure_in
 from services.logs import log_event
 

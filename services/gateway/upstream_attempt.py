@@ -18,7 +18,8 @@ from services.http.continued_request import EarlierPart
 from services.http.kv_transfer import decode_body, with_cached_tokens
 from services.http.prefill_leg import HeldBlocks, PrefillReply
 from services.http.proxying import OK, RETRIED, SERVER_ERROR, is_event_stream
-from services.http.sse import CANCELLED, FAILED, Ending, StreamReader, ending_of, num_without_token
+from services.http.reply_format import CANCELLED, FAILED
+from services.http.sse import Ending, StreamReader, ending_of, num_without_token
 
 if TYPE_CHECKING:
     from services.tracing.spans import ActiveSpan

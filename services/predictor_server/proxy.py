@@ -13,7 +13,7 @@ from predictor.mirror.events import RequestArrived
 from services.http.application import JSON, REQUEST_ID, Application, Call, Endpoint, Scope, while_client_stays
 from services.http.client import ConnectError, Connection, Headers, HttpClient, Origin, request_head
 from services.http.errors import ApiError
-from services.http.openai_body import LONGEST_NAME
+from services.http.json_fields import LONGEST_NAME
 from services.http.prompt_tokens import PromptSizes
 from services.http.proxying import is_event_stream, without_hops
 from services.http.sse import StreamReader, ending_of
