@@ -15,8 +15,6 @@ from services.http.errors import HttpError
 from services.http.openai_body import OpenAIRequest
 from services.http.trace_context import TRACEPARENT, sampled_trace_id, trace_parent_of, unsampled
 from services.tracing.attributes import (
-    CHAT,
-    TEXT,
     decision_attributes,
     outcome_attributes,
     request_attributes,
@@ -45,11 +43,11 @@ class RequestSpans:
         if tracer is None:
             self.trace_id = sampled_trace_id(call.headers)
             return
-        parent, chat = trace_parent_of(call.headers), openai.conversation is not None
+        parent = trace_parent_of(call.headers)
         self._own = tracer.begin(
-            f"{CHAT if chat else TEXT} {openai.model}".rstrip(),
+            f"{openai.operation} {openai.model}".rstrip(),
             parent,
-            request_attributes(openai, request, chat=chat),
+            request_attributes(openai, request),
             call.arrived_unix_s,
         )
         if self._own is None:

@@ -14,9 +14,11 @@ import uvloop
 from prometheus_client import CollectorRegistry
 
 from protos.block.v1 import scheduler_pb2_grpc
+from services.gateway.announced_paths import AnnouncedPaths
 from services.gateway.app import Gateway
 from services.gateway.context import GatewayContext, RetryBudget
 from services.gateway.destinations import Fallback, OutlierDetection
+from services.gateway.kept_responses import KeptResponses
 from services.gateway.keys import ApiKeys
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.models import Models
@@ -180,6 +182,8 @@ async def serving(
             last_resort=last_resort,
             failed_lately=OutlierDetection(loop.time),
             models=Models(settings.models, schedulers, last_resort, engines),
+            announced=AnnouncedPaths(schedulers, last_resort, engines),
+            kept=KeptResponses(),
             objectives=objectives,
             loop=loop,
             tracer=tracer,

@@ -59,7 +59,7 @@ class StreamRelay:
             return
         self._transcript = StreamTranscript(
             body=self.incoming.own_body,
-            chat=self.incoming.is_chat,
+            chat=self.incoming.endpoint.is_chat,
             max_model_len=None if decision is None else decision.instance.settings.max_model_len or None,
             hides_ids=self.incoming.hides_token_ids,
         )

@@ -12,6 +12,7 @@ from typing import Any, cast
 from uuid import uuid4
 
 from services.http.client import Headers
+from services.http.error_shape import PLAIN_ERRORS, ErrorShape
 from services.http.errors import ApiError, HttpError
 from services.http.proxying import is_event_stream
 from services.logs import log_event
@@ -25,6 +26,7 @@ Endpoint = Callable[["Call"], Awaitable[None]]
 
 REQUEST_ID = b"x-request-id"
 BODY_S = 60.0  # to receive a body
+OTHER = "other"  # the route of a path that is not served
 CLIENT_LEFT = 499  # nginx's status for it, in metrics only
 JSON: Headers = [(b"content-type", b"application/json")]
 
@@ -46,6 +48,8 @@ class Call:
     status: int = 0  # of the reply; 0 until it starts
     is_stream: bool = False  # the reply is a stream of events
     has_ended: bool = False
+    errors: ErrorShape = PLAIN_ERRORS
+    route: str = OTHER  # as metrics name it
 
     @property
     def headers(self) -> Headers:
@@ -80,9 +84,9 @@ class Call:
     async def fail(self, error: HttpError) -> None:
         """Send an error: as the reply, or as the last event of a stream; another reply that has started is cut off."""
         if self.status == 0:
-            await self.reply(error.status, error.headers(), error.body())
+            await self.reply(error.status, error.headers(), self.errors.body(error))
         elif self.is_stream and not self.has_ended:
-            await self.end(error.event())
+            await self.end(self.errors.event(error))
 
 
 class Application:
@@ -117,11 +121,12 @@ class Application:
         if scope["type"] != "http":
             return
         call = Call(scope=scope, receive=receive, send=send, request_id=uuid4().hex)
-        path, has_left = "other", False
+        has_left = False
         try:
+            call.errors = self.errors_of(scope["path"])
             call.request_id = self.request_id_of(call)
             endpoint = self.endpoint_of(call)
-            path = scope["path"]
+            call.route = call.route if call.route != OTHER else scope["path"]
             await endpoint(call)
         except HttpError as error:
             await call.fail(error)
@@ -136,11 +141,15 @@ class Application:
         except Exception:
             log.exception("call failed", extra={"fields": {"request_id": call.request_id}})
             await call.fail(self.error(500, f"internal error; the {self.name}'s log has more"))
-        self.on_end(call, path, CLIENT_LEFT if has_left else call.status)
+        self.on_end(call, call.route, CLIENT_LEFT if has_left else call.status)
 
     def request_id_of(self, call: Call) -> str:
         """Return the id that the client gives its request, else the call's own, which is random."""
         return (call.header(REQUEST_ID) or b"").decode("latin-1") or call.request_id
+
+    def errors_of(self, path: str) -> ErrorShape:  # noqa: ARG002
+        """Return the shape of the errors of a path."""
+        return PLAIN_ERRORS
 
     def on_end(self, call: Call, path: str, status: int) -> None:
         """Note the end of a call; `path` is one of the routes, or `other`."""

@@ -5,6 +5,7 @@ A transcription is forecast by the length of its audio: of WAV files it is read,
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -142,9 +143,18 @@ class _FormReader:
         if len(self._value) > MAX_FIELD_BYTES:
             raise ValueError(f"{self._name}: is longer than {MAX_FIELD_BYTES} bytes")
         value = bytes(self._value).decode("utf-8", "replace")
-        if KV_TRANSFER_PARAMS in (self._name, value) or "\\u" in value or KV_TRANSFER_PARAMS in value:
-            self.form.names_blocks |= self._name in (KV_TRANSFER_PARAMS, "vllm_xargs")
+        if self._name == KV_TRANSFER_PARAMS or (self._name == "vllm_xargs" and _names_blocks(value)):
+            self.form.names_blocks = True
         self.form.fields[self._name] = value
 
     def _end(self) -> None:
         self.has_ended = True
+
+
+def _names_blocks(xargs: str) -> bool:
+    try:
+        return KV_TRANSFER_PARAMS in (json.loads(xargs) or ())
+    except (ValueError, TypeError):
+        return False
+    except RecursionError:
+        raise ValueError("vllm_xargs: is nested too deeply") from None

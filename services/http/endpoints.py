@@ -98,7 +98,7 @@ ENDPOINTS = {
             path=MESSAGES.decode(), kind=GENERATE, read=_of_object(read_message_body), format=MESSAGES_FORMAT,
             errors=ANTHROPIC_ERRORS,
         ),
-        EngineEndpoint(path=COUNT_TOKENS.decode(), kind=UNPLACED, read=_of_object(_read_unplaced), errors=ANTHROPIC_ERRORS),
+        *_named((COUNT_TOKENS,), UNPLACED, _of_object(_read_unplaced), errors=ANTHROPIC_ERRORS),
         *_named(POOLING, PREFILL_ONLY, _of_object(read_pooling_body), format=POOLING_FORMAT),
         *_named(SCORING, PREFILL_ONLY, _of_object(read_scoring_body), format=POOLING_FORMAT),
         *_named((TOKENIZE, DETOKENIZE), UNPLACED, _of_object(_read_unplaced)),
