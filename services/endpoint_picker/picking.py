@@ -22,8 +22,9 @@ from services.endpoint_picker.settings import PickerSettings
 from services.explanations import decision_headers
 from services.http.application import REQUEST_ID
 from services.http.client import Headers
+from services.http.endpoints import ENDPOINTS, PREFILL_ONLY, UNPLACED, EngineEndpoint
 from services.http.errors import ApiError
-from services.http.openai_body import OpenAIRequest, names_kv_blocks, read_body
+from services.http.openai_body import OpenAIRequest, names_kv_blocks
 from services.http.prompt_tokens import PromptTokens
 from services.http.request_facts import READ, body_to_pass, read_headers, request_id_of, request_message
 from services.logs import log_event
@@ -35,7 +36,6 @@ from services.rpc.objectives import with_objective
 
 log = logging.getLogger(__name__)
 
-COMPLETIONS = {b"/v1/completions": False, b"/v1/chat/completions": True}  # and whether they are chats
 POST = b"POST"
 KV_TRANSFER_REFUSED = "kv_transfer_params: clients may not set it here"
 
@@ -68,6 +68,11 @@ class HttpRequest:
     subset: frozenset[str] | None
     arrived_s: float  # monotonic
     arrived_unix_s: float
+
+    @property
+    def path(self) -> str:
+        """The path, as engines read it."""
+        return unquote_to_bytes(self.header(b":path").partition(b"?")[0]).decode("utf-8", "replace")
 
     def header(self, name: bytes) -> bytes:
         """Return a header; empty where there is none."""
@@ -190,30 +195,30 @@ class Picker:
         if len(excluded) == len(self.endpoints):
             why = "none of the endpoints that the proxy allows is known" if len(self.endpoints) else "none is known"
             raise NoInstanceError(f"no endpoint can take the request: {why}")
-        path = unquote_to_bytes(request.header(b":path").partition(b"?")[0])  # as engines read it
-        if path in COMPLETIONS and request.header(b":method") == POST:
+        endpoint = ENDPOINTS.get(request.path)
+        if endpoint is not None and endpoint.kind != UNPLACED and request.header(b":method") == POST:
             if request.body is not None:
-                return await self._place(request, excluded, chat=COMPLETIONS[path]), PLACED
-            return await self._place_by_headers(request, excluded), BY_HEADERS
+                return await self._place(request, excluded, endpoint), PLACED
+            return await self._place_by_headers(request, excluded, endpoint), BY_HEADERS
         if request.body and not self.settings.allow_kv_transfer_params and names_kv_blocks(request.body):
             raise ValueError(KV_TRANSFER_REFUSED)
         return await self._place_anywhere(request, excluded), ANY
 
-    # Completions.
+    # Requests that are forecast.
 
-    async def _place(self, request: HttpRequest, excluded: frozenset[str], *, chat: bool) -> Pick:
+    async def _place(self, request: HttpRequest, excluded: frozenset[str], endpoint: EngineEndpoint) -> Pick:
         assert request.body is not None
-        openai = read_body(request.body, chat=chat)
+        openai = endpoint.read(request.body, request.header(b"content-type"))
         if openai.has_kv_transfer_params and not self.settings.allow_kv_transfer_params:
             raise ValueError(KV_TRANSFER_REFUSED)
         body, models = request.body, None
         target = self._rewritten_model(request)
-        if target and target != openai.model:
+        if target and target != openai.model and openai.is_object:
             models = (openai.model, target)
             openai = replace(openai, model=target)
             body = json.dumps({**json.loads(body), "model": target}).encode()
         num_tokens, block_names = await self._prompts.read_aside(openai)
-        pick = await self._placed(request, openai, excluded, num_tokens, block_names)
+        pick = await self._placed(request, endpoint, openai, excluded, num_tokens, block_names)
         assert pick.reader is not None
         facts, decision = pick.reader.request, pick.reader.decision
         if decision.HasField("objective"):
@@ -223,8 +228,8 @@ class Picker:
         pick.models = models
         return pick
 
-    async def _place_by_headers(self, request: HttpRequest, excluded: frozenset[str]) -> Pick:
-        """Place a completion whose body is not shown: the length of its prompt is guessed from that of the body."""
+    async def _place_by_headers(self, request: HttpRequest, excluded: frozenset[str], endpoint: EngineEndpoint) -> Pick:
+        """Place a request whose body is not shown: the length of its prompt is guessed from that of the body."""
         length = request.header(b"content-length")
         openai = OpenAIRequest(
             model=self._rewritten_model(request) or request.header(MODEL).decode("latin-1"),
@@ -233,7 +238,8 @@ class Picker:
             prompt_bytes=int(length) if length.isdigit() else 0,
             prompt_tokens=None,
             num_messages=0,
-            max_tokens=None,
+            max_tokens=1 if endpoint.kind == PREFILL_ONLY else None,
+            prefill_only=endpoint.kind == PREFILL_ONLY,
             min_tokens=None,
             ignore_eos=False,
             expected_tokens=None,
@@ -241,11 +247,12 @@ class Picker:
             hinted_priority=None,
             undivided=True,  # two legs need the body
         )
-        return await self._placed(request, openai, excluded, self._prompts.sizes.tokens(openai))
+        return await self._placed(request, endpoint, openai, excluded, self._prompts.sizes.tokens(openai))
 
-    async def _placed(
+    async def _placed(  # noqa: PLR0913, PLR0917 - what is known of the request
         self,
         request: HttpRequest,
+        endpoint: EngineEndpoint,
         openai: OpenAIRequest,
         excluded: frozenset[str],
         num_tokens: int,
@@ -289,6 +296,7 @@ class Picker:
                 endpoints=self.endpoints,
                 metrics=self.metrics,
                 sizes=self._prompts.sizes,
+                form=endpoint.format,
                 openai=replace(openai, prompt=b"", token_ids=(), conversation=None, xargs=None),  # what has its size
                 request=message,
                 decision=decision,

@@ -68,7 +68,8 @@ def _read_unplaced(data: Mapping[str, Any]) -> OpenAIRequest:
 def read_any_body(data: Mapping[str, Any]) -> OpenAIRequest:
     """Read the body of an endpoint that only engines know: its texts are taken for its prompt."""
     limits = (count_in(data, name) for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"))
-    texts = [text for value in data.values() for text in (value if isinstance(value, list) else [value])]
+    given = [value for name, value in data.items() if name != "model"]
+    texts = [text for value in given for text in (value if isinstance(value, list) else [value])]
     return request_in(
         data,
         [text for text in texts if isinstance(text, str)],
