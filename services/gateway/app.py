@@ -18,7 +18,7 @@ from services.gateway.kept_responses import KeptResponse
 from services.gateway.keys import ANY_CLIENT, ApiKeys, KeyHolder
 from services.gateway.placing import Placing
 from services.gateway.proxy import RequestForwarder
-from services.gateway.request_spans import RequestSpans
+from services.gateway.request_spans import recorded
 from services.gateway.responses_by_id import MAX_BODY_BYTES, pass_to_instance
 from services.http.application import CLIENT_LEFT, JSON, Application, Call, Endpoint, while_client_stays
 from services.http.continuable import IDS_FIELD
@@ -31,6 +31,7 @@ from services.http.operator_port import reply_metrics
 from services.http.paths import REALTIME
 from services.http.request_facts import RequestHeaders, body_to_pass, read_headers, request_id_of, request_message
 from services.live_page.pages import LivePage
+from services.tracing.request_spans import RequestSpans
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +54,11 @@ class Gateway(Application):
 
     def __init__(self, context: GatewayContext, keys: ApiKeys) -> None:
         """Serve with what all requests share; without keys every client is admitted."""
-        super().__init__(max_concurrency=context.settings.max_concurrency)
+        super().__init__(
+            max_concurrency=context.settings.max_concurrency,
+            limits=context.settings.http,
+            registry=context.metrics.registry,
+        )
         self._context = context
         self._keys = keys
         self._known_models = frozenset(context.settings.models)
@@ -157,7 +162,7 @@ class Gateway(Application):
             client_body = with_fields(body, RETURN_IDS) if hides_token_ids else body
             if openai.is_kept and not openai.names_itself and SAFE_ID.fullmatch(request_id):
                 client_body = with_fields(client_body, response_name(request_id))
-            spans = RequestSpans(context.tracer, call, openai, request)
+            spans = RequestSpans(context.tracer, call.headers, openai, request, call.arrived_unix_s)
             passed = headers_to_pass(call.headers, request_id, with_authorization=not self._keys)
             incoming = Incoming(
                 arrived_s=call.arrived_s,
@@ -184,7 +189,7 @@ class Gateway(Application):
                 placing=placing,
                 attainment=attainment_of(incoming, context.metrics),
             )
-            with spans.recorded(call):
+            with recorded(spans, call):
                 await while_client_stays(forwarder.run(), call.receive)
 
     @contextmanager
@@ -223,7 +228,7 @@ class Gateway(Application):
 
     def _read(self, endpoint: EngineEndpoint, body: bytes, call: Call) -> tuple[OpenAIRequest, RequestHeaders]:
         try:
-            openai = endpoint.read(body, call.header(b"content-type") or b"")
+            openai = endpoint.read(body, call.header(b"content-type") or b"", self.limits.max_json_depth)
             request_headers = read_headers(call.headers)
         except ValueError as error:
             raise ApiError.of(error) from None

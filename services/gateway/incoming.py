@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from protos.block.v1 import common_pb2
-from services.gateway.request_spans import RequestSpans
 from services.http.application import REQUEST_ID
 from services.http.client import Headers
 from services.http.continued_request import continued_request
@@ -19,6 +18,7 @@ from services.http.proxying import without_hops
 from services.http.request_facts import body_to_pass
 from services.http.stream_continuation import Continuation
 from services.rpc.objectives import with_objective
+from services.tracing.request_spans import RequestSpans
 
 AUTHORIZATION = b"authorization"
 NOT_PASSED = frozenset((b"accept-encoding", REQUEST_ID))  # the gateway reads responses, and names requests itself

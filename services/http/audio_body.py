@@ -5,7 +5,6 @@ A transcription is forecast by the length of its audio: of WAV files it is read,
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +13,7 @@ from python_multipart import MultipartParser
 from python_multipart.exceptions import MultipartParseError
 from python_multipart.multipart import parse_options_header
 
+from services.http.json_body import MAX_JSON_DEPTH, request_json
 from services.http.json_fields import LONGEST_NAME
 from services.http.openai_body import KV_TRANSFER_PARAMS, OpenAIRequest, request_in
 
@@ -29,9 +29,10 @@ TRUE = ("true", "1", "on", "yes", "t", "y")
 WAV_HEAD_BYTES = 4096
 
 
-def read_transcription_body(body: bytes, content_type: bytes) -> OpenAIRequest:
+def read_transcription_body(body: bytes, content_type: bytes, max_depth: int = MAX_JSON_DEPTH) -> OpenAIRequest:
     """Read a form with an audio file."""
     form = read_form(body, content_type)
+    names_blocks = KV_TRANSFER_PARAMS in form.fields or _names_blocks(form.fields.get("vllm_xargs", ""), max_depth)
     seconds = form.audio_s
     limit = form.fields.get("max_completion_tokens", "")
     return request_in(
@@ -42,7 +43,7 @@ def read_transcription_body(body: bytes, content_type: bytes) -> OpenAIRequest:
         expected_tokens=max(1, round(seconds * SPOKEN_TOKENS_PER_S)),
         why_not_continuable="audio",
         operation=TRANSCRIBE,
-        has_kv_transfer_params=form.names_blocks,
+        has_kv_transfer_params=names_blocks,
         is_object=False,
     )
 
@@ -62,7 +63,6 @@ class AudioForm:
     fields: dict[str, str] = field(default_factory=dict)
     file_bytes: int = 0
     file_head: bytes = b""
-    names_blocks: bool = False  # in a field, as JSON or by its name
 
     @property
     def audio_s(self) -> float:
@@ -143,18 +143,18 @@ class _FormReader:
         if len(self._value) > MAX_FIELD_BYTES:
             raise ValueError(f"{self._name}: is longer than {MAX_FIELD_BYTES} bytes")
         value = bytes(self._value).decode("utf-8", "replace")
-        if self._name == KV_TRANSFER_PARAMS or (self._name == "vllm_xargs" and _names_blocks(value)):
-            self.form.names_blocks = True
+        if self._name in self.form.fields:
+            raise ValueError(f"{self._name}: is there twice")
         self.form.fields[self._name] = value
 
     def _end(self) -> None:
         self.has_ended = True
 
 
-def _names_blocks(xargs: str) -> bool:
-    try:
-        return KV_TRANSFER_PARAMS in (json.loads(xargs) or ())
-    except (ValueError, TypeError):
+def _names_blocks(xargs: str, max_depth: int) -> bool:
+    if not xargs:
         return False
-    except RecursionError:
-        raise ValueError("vllm_xargs: is nested too deeply") from None
+    try:
+        return KV_TRANSFER_PARAMS in (request_json(xargs.encode(), max_depth) or ())
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"vllm_xargs: {error}") from None

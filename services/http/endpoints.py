@@ -9,6 +9,7 @@ from typing import Any
 
 from services.http.audio_body import read_speech_body, read_transcription_body
 from services.http.error_shape import ANTHROPIC_ERRORS, PLAIN_ERRORS, RESPONSES_ERRORS, ErrorShape
+from services.http.json_body import MAX_JSON_DEPTH
 from services.http.json_fields import count_in, object_in
 from services.http.messages_body import read_message_body
 from services.http.openai_body import OpenAIRequest, read_body, request_in
@@ -38,7 +39,7 @@ from services.http.responses_body import read_response_body
 GENERATE, PREFILL_ONLY, UNPLACED = "generate", "prefill_only", "unplaced"
 RESPONSE_ID = re.compile(r"resp_[\w.-]{1,300}")
 
-Read = Callable[[bytes, bytes], OpenAIRequest]
+Parse = Callable[[bytes, bytes, int], OpenAIRequest]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,9 +52,13 @@ class EngineEndpoint:
 
     path: str
     kind: str
-    read: Read  # a body and its content type; ValueError names the field
+    parse: Parse
     format: ReplyFormat = COMPLETIONS_FORMAT
     errors: ErrorShape = PLAIN_ERRORS
+
+    def read(self, body: bytes, content_type: bytes = b"", max_depth: int = MAX_JSON_DEPTH) -> OpenAIRequest:
+        """Read a body, whose JSON has at most `max_depth` levels; ValueError names the field."""
+        return self.parse(body, content_type, max_depth)
 
     @property
     def is_chat(self) -> bool:
@@ -78,25 +83,25 @@ def read_any_body(data: Mapping[str, Any]) -> OpenAIRequest:
     )
 
 
-def _of_object(read: Callable[[Mapping[str, Any]], OpenAIRequest]) -> Read:
-    return lambda body, _: read(object_in(body))
+def _of_object(read: Callable[[Mapping[str, Any]], OpenAIRequest]) -> Parse:
+    return lambda body, _, max_depth: read(object_in(body, max_depth))
 
 
-def _named(paths: tuple[bytes, ...], kind: str, read: Read, **more: Any) -> list[EngineEndpoint]:
-    return [EngineEndpoint(path=path.decode(), kind=kind, read=read, **more) for path in paths]
+def _named(paths: tuple[bytes, ...], kind: str, parse: Parse, **more: Any) -> list[EngineEndpoint]:
+    return [EngineEndpoint(path=path.decode(), kind=kind, parse=parse, **more) for path in paths]
 
 
 ENDPOINTS = {
     endpoint.path: endpoint
     for endpoint in (
-        *_named((COMPLETIONS,), GENERATE, lambda body, _: read_body(body, chat=False)),
-        *_named((CHAT,), GENERATE, lambda body, _: read_body(body, chat=True)),
+        *_named((COMPLETIONS,), GENERATE, lambda body, _, max_depth: read_body(body, chat=False, max_depth=max_depth)),
+        *_named((CHAT,), GENERATE, lambda body, _, max_depth: read_body(body, chat=True, max_depth=max_depth)),
         EngineEndpoint(
-            path=RESPONSES.decode(), kind=GENERATE, read=_of_object(read_response_body), format=RESPONSES_FORMAT,
+            path=RESPONSES.decode(), kind=GENERATE, parse=_of_object(read_response_body), format=RESPONSES_FORMAT,
             errors=RESPONSES_ERRORS,
         ),
         EngineEndpoint(
-            path=MESSAGES.decode(), kind=GENERATE, read=_of_object(read_message_body), format=MESSAGES_FORMAT,
+            path=MESSAGES.decode(), kind=GENERATE, parse=_of_object(read_message_body), format=MESSAGES_FORMAT,
             errors=ANTHROPIC_ERRORS,
         ),
         *_named((COUNT_TOKENS,), UNPLACED, _of_object(_read_unplaced), errors=ANTHROPIC_ERRORS),
@@ -111,7 +116,7 @@ ENDPOINTS = {
 
 def announced_endpoint(path: str) -> EngineEndpoint:
     """Return the endpoint of a path that only engines know."""
-    return EngineEndpoint(path=path, kind=GENERATE, read=_of_object(read_any_body))
+    return EngineEndpoint(path=path, kind=GENERATE, parse=_of_object(read_any_body))
 
 
 def errors_of(path: str) -> ErrorShape:

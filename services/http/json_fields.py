@@ -5,19 +5,22 @@ As everywhere in OpenAI's API, null means that a field is absent.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from typing import Any
+
+from services.http.json_body import MAX_JSON_DEPTH, JsonError, request_json
 
 MAX_TOKENS = 2**31 - 1
 LONGEST_NAME = 256  # characters of ids and names
 
 
-def object_in(body: bytes) -> dict[str, Any]:
+def object_in(body: bytes, max_depth: int = MAX_JSON_DEPTH) -> dict[str, Any]:
     """Parse a body that must be a JSON object."""
     try:
-        data = json.loads(body.decode())
-    except (ValueError, RecursionError) as error:
+        data = request_json(body, max_depth)
+    except JsonError:
+        raise
+    except ValueError as error:
         raise ValueError(f"the body is not JSON: {error}") from None
     if not isinstance(data, dict):
         raise ValueError("the body must be a JSON object")

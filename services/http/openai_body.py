@@ -9,6 +9,7 @@ from typing import Any
 
 from scheduler.prefix.prompt import PROMPT_END_BYTES
 from services.http.continuable import IDS_FIELD, has_other_parts, why_not_continuable
+from services.http.json_body import MAX_JSON_DEPTH
 from services.http.json_fields import (
     count_in,
     description_of,
@@ -58,9 +59,9 @@ class OpenAIRequest:
     has_kv_transfer_params: bool = False  # as a field, or in `vllm_xargs`, where vLLM finds them too
 
 
-def read_body(body: bytes, *, chat: bool) -> OpenAIRequest:
+def read_body(body: bytes, *, chat: bool, max_depth: int = MAX_JSON_DEPTH) -> OpenAIRequest:
     """Read the body of a (chat) completion."""
-    data = object_in(body)
+    data = object_in(body, max_depth)
     prompts: list[list[int]] = []
     if chat:
         parts, num_messages = _conversation(data)
@@ -134,10 +135,15 @@ def ends_of(text: bytes) -> bytes:
 
 
 def names_kv_blocks(body: bytes) -> bool:
-    """Return whether the body of any request has `kv_transfer_params`, in an encoding that engines read."""
+    """Return whether the body of any request has `kv_transfer_params`, in an encoding that engines read.
+
+    A body that is too deep to be read is refused: an engine may read deeper.
+    """
     try:
         data = json.loads(body)
-    except (ValueError, RecursionError):
+    except RecursionError:
+        raise ValueError("the body is nested too deeply") from None
+    except ValueError:
         return False
     return isinstance(data, dict) and names_blocks_in(data)
 

@@ -22,7 +22,7 @@ class OperatorPort(Application):
 
     def __init__(self, registry: CollectorRegistry) -> None:
         """Serve the metrics of a registry."""
-        super().__init__()
+        super().__init__(registry=registry)
         self._registry = registry
         self.routes: Routes = {"/metrics": {"GET": self._metrics}}
 
