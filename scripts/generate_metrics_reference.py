@@ -38,6 +38,7 @@ PARTS = {
     "provisioner_server": "Provisioner",
     "rpc": "Every gRPC server",
     "http": "Every HTTP server: gateways, mirrors' proxies, metrics ports",
+    "security": "TLS, of every process with certificates",
     "emulator": "Emulated engine",
 }
 

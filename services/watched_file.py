@@ -28,6 +28,7 @@ class WatchedFile(Generic[T]):
         try:
             status = Path(self.path).stat()
         except OSError as error:
+            self._seen = None
             raise ValueError(f"{self.path}: cannot be read: {error.strerror}") from None
         seen = (status.st_mtime_ns, status.st_size, status.st_ino)
         if seen == self._seen:

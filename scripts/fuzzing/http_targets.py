@@ -14,6 +14,7 @@ from typing import Any
 
 import httptools
 from prometheus_client import CollectorRegistry
+from services.gateway.keys import ApiKeys
 from uvicorn import Config
 from uvicorn.protocols.http.httptools_impl import HEADER_RE, HEADER_VALUE_RE
 from uvicorn.server import ServerState
@@ -26,7 +27,6 @@ from scripts.fuzzing.targets import FoundError, require
 from services.emulator.app import CONNECTION
 from services.emulator.server import application, warm
 from services.emulator.settings import EmulatorSettings
-from services.gateway.keys import ApiKeys
 from services.gateway.server import serving
 from services.gateway.settings import GatewaySettings
 from services.http.application import Application

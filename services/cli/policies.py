@@ -7,7 +7,10 @@ import json
 import click
 import grpc
 
+from services.cli.caller_key import api_key_option
 from services.cli.scheduler_client import message_of, query, scheduler_option
+from services.cli.tls_options import tls_options
+from services.security.own_key import OwnKey
 
 
 @click.group(invoke_without_command=True)
@@ -50,14 +53,16 @@ def policies(context: click.Context, *, as_json: bool) -> None:
 @policies.command()
 @click.argument("policy")
 @scheduler_option
-def use(policy: str, scheduler: tuple[str, ...]) -> None:
-    """Switch running schedulers of this machine to POLICY, until they stop."""
+@api_key_option
+@tls_options
+def use(policy: str, scheduler: tuple[str, ...], *, key: OwnKey) -> None:
+    """Switch running schedulers to POLICY, until they stop; those of other machines need an operator's key."""
     from protos.block.v1 import scheduler_pb2
     from scheduler.policy import policy_from
 
     policy_from(policy)
     request = scheduler_pb2.UsePolicyRequest(policy=policy)
-    replies = query(scheduler, lambda stub: stub.UsePolicy(request))
+    replies = query(scheduler, lambda stub: stub.UsePolicy(request), key)
     for address, reply in replies:
         if not isinstance(reply, grpc.aio.AioRpcError):
             click.echo(f"{address}: {reply.policy} (before: {reply.before})")
@@ -68,12 +73,14 @@ def use(policy: str, scheduler: tuple[str, ...]) -> None:
 
 @policies.command()
 @scheduler_option
-def show(scheduler: tuple[str, ...]) -> None:
+@api_key_option
+@tls_options
+def show(scheduler: tuple[str, ...], *, key: OwnKey) -> None:
     """Show the policy and the instances of running schedulers."""
     from protos.block.v1 import scheduler_pb2
 
     request = scheduler_pb2.ListInstancesRequest()
-    replies = query(scheduler, lambda stub: stub.ListInstances(request))
+    replies = query(scheduler, lambda stub: stub.ListInstances(request), key)
     for address, reply in replies:
         if not isinstance(reply, grpc.aio.AioRpcError):
             names = ", ".join(instance.instance_id for instance in reply.instances) or "none"

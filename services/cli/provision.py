@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from datetime import UTC, datetime
 from typing import Any
 
@@ -14,8 +15,11 @@ from google.protobuf.message import Message
 
 from protos.block.v1 import common_pb2, provisioner_pb2_grpc
 from protos.block.v1 import provisioner_pb2 as pb
+from services.cli.caller_key import api_key_option
+from services.cli.tls_options import tls_options
 from services.instances import require_address
-from services.rpc.channels import open_blocking_channel
+from services.rpc.channels import open_channel
+from services.security.own_key import OwnKey
 from services.settings import PORTS
 
 TIMEOUT_S = 10.0
@@ -37,10 +41,12 @@ def provision() -> None:
 
 @provision.command()
 @address_option
+@tls_options
 @json_option
-def status(address: str, *, as_json: bool) -> None:
+@api_key_option
+def status(address: str, *, as_json: bool, key: OwnKey) -> None:
     """Show the instances, their desired number, and the actions in progress."""
-    answer = _queried(lambda stub: stub.Status(pb.StatusRequest(), timeout=TIMEOUT_S), address)
+    answer = _queried(lambda stub: stub.Status(pb.StatusRequest(), timeout=TIMEOUT_S), address, key)
     if as_json:
         print(json.dumps(_plain(answer)))
         return
@@ -65,11 +71,13 @@ def status(address: str, *, as_json: bool) -> None:
 
 @provision.command()
 @address_option
+@tls_options
 @click.option("--rule", default="", help="Rule to plan by.  [default: the provisioner's]")
 @json_option
-def plan(address: str, rule: str, *, as_json: bool) -> None:
+@api_key_option
+def plan(address: str, rule: str, *, as_json: bool, key: OwnKey) -> None:
     """Show what the provisioner would do now, and why, without doing it."""
-    answer = _queried(lambda stub: stub.Plan(pb.PlanRequest(rule=rule), timeout=TIMEOUT_S), address)
+    answer = _queried(lambda stub: stub.Plan(pb.PlanRequest(rule=rule), timeout=TIMEOUT_S), address, key)
     if as_json:
         print(json.dumps(_plain(answer)))
         return
@@ -81,15 +89,17 @@ def plan(address: str, rule: str, *, as_json: bool) -> None:
 
 @provision.command()
 @address_option
+@tls_options
 @click.option(
     "--last", "--most", "-n", "last", type=click.IntRange(min=0), default=0, help="Number of entries.  [default: all]"
 )
 @click.option("--follow", "-f", is_flag=True, help="Continue with new actions as they happen.")
 @json_option
-def history(address: str, last: int, *, follow: bool, as_json: bool) -> None:
+@api_key_option
+def history(address: str, last: int, *, follow: bool, as_json: bool, key: OwnKey) -> None:
     """List past actions, oldest first, one line for each change of an action."""
     request = pb.HistoryRequest(most=last, follow=follow)
-    entries = _streamed(address, request, None if follow else TIMEOUT_S)
+    entries = _streamed(address, request, None if follow else TIMEOUT_S, key)
     if as_json and not follow:
         print(json.dumps({"entries": [_plain(entry) for entry in entries]}))
         return
@@ -98,22 +108,42 @@ def history(address: str, last: int, *, follow: bool, as_json: bool) -> None:
         print(json.dumps(_plain(entry)) if as_json else f"{at} {_line(entry.action)}", flush=True)
 
 
-def _queried(call: Any, address: str) -> Any:
+def _queried(call: Any, address: str, key: OwnKey) -> Any:
     require_address("address", address)
-    with open_blocking_channel(address) as channel:
-        try:
-            return call(provisioner_pb2_grpc.ProvisionerStub(channel))
-        except grpc.RpcError as error:
-            raise ValueError(f"{address}: {error.details()}") from None
+
+    async def queried() -> Any:
+        async with open_channel(address, key) as channel:
+            return await call(provisioner_pb2_grpc.ProvisionerStub(channel))
+
+    try:
+        return asyncio.run(queried())
+    except grpc.aio.AioRpcError as error:
+        raise ValueError(f"{address}: {error.details()}") from None
 
 
-def _streamed(address: str, request: pb.HistoryRequest, within_s: float | None) -> Iterator[pb.HistoryResponse]:
+def _streamed(
+    address: str, request: pb.HistoryRequest, within_s: float | None, key: OwnKey
+) -> Iterator[pb.HistoryResponse]:
     require_address("address", address)
-    with open_blocking_channel(address) as channel:
+
+    async def opened() -> tuple[grpc.aio.Channel, AsyncIterator[pb.HistoryResponse]]:
+        channel = open_channel(address, key)
+        history: Any = provisioner_pb2_grpc.ProvisionerStub(channel).History
+        return channel, history(request, timeout=within_s)
+
+    with asyncio.Runner() as runner:
+        channel, entries = runner.run(opened())
         try:
-            yield from provisioner_pb2_grpc.ProvisionerStub(channel).History(request, timeout=within_s)
-        except grpc.RpcError as error:
+            while (entry := runner.run(_next_of(entries))) is not None:
+                yield entry
+        except grpc.aio.AioRpcError as error:
             raise ValueError(f"{address}: {error.details()}") from None
+        finally:
+            runner.run(channel.close())
+
+
+async def _next_of(entries: AsyncIterator[pb.HistoryResponse]) -> pb.HistoryResponse | None:
+    return await anext(entries, None)
 
 
 def _plain(message: Message) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import grpc
 from protos.block.v1 import scheduler_pb2_grpc
 from services.instances import require_address
 from services.rpc.channels import open_channel
+from services.security.own_key import OwnKey
 from services.settings import PORTS
 
 T = TypeVar("T")
@@ -28,11 +29,13 @@ scheduler_option = click.option(
 )
 
 
-def query(addresses: Sequence[str], call: Callable[[Any], Awaitable[T]]) -> list[tuple[str, T | grpc.aio.AioRpcError]]:
-    """Call each scheduler at the same time; return the reply or the error of each."""
+def query(
+    addresses: Sequence[str], call: Callable[[Any], Awaitable[T]], key: OwnKey
+) -> list[tuple[str, T | grpc.aio.AioRpcError]]:
+    """Call each scheduler at the same time, with a key; return the reply or the error of each."""
 
     async def one(address: str) -> T | grpc.aio.AioRpcError:
-        async with open_channel(address) as channel:
+        async with open_channel(address, key) as channel:
             try:
                 return await asyncio.wait_for(call(scheduler_pb2_grpc.SchedulerStub(channel)), TIMEOUT_S)
             except grpc.aio.AioRpcError as error:
@@ -52,5 +55,5 @@ def query(addresses: Sequence[str], call: Callable[[Any], Awaitable[T]]) -> list
 def message_of(address: str, error: grpc.aio.AioRpcError) -> str:
     """Write the error of a call in one line."""
     if error.code() is grpc.StatusCode.UNAVAILABLE:
-        return f"{address}: no scheduler answers there"
+        return f"{address}: no scheduler answers there: {error.details()}"
     return f"{address}: {error.details()}"

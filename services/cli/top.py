@@ -10,7 +10,10 @@ from collections.abc import Sequence
 
 import click
 
+from services.cli.caller_key import api_key_option
 from services.cli.scheduler_client import scheduler_option
+from services.cli.tls_options import tls_options
+from services.security.own_key import OwnKey
 from services.settings import PORTS
 
 SORTS = ("name", "waiting", "running", "kv", "drain", "requests")
@@ -37,6 +40,8 @@ CLEAR, HOME, CLEAR_LINE, CLEAR_BELOW = "\x1b[2J", "\x1b[H", "\x1b[K", "\x1b[J"
 @click.option("--sort", type=click.Choice(SORTS), default="name", show_default=True, help="Order of the instances.")
 @click.option("--once", is_flag=True, help="Print one reading and exit.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per reading, each on a line.")
+@api_key_option
+@tls_options
 def top(
     *,
     scheduler: tuple[str, ...],
@@ -45,6 +50,7 @@ def top(
     sort: str,
     once: bool,
     as_json: bool,
+    key: OwnKey,
 ) -> None:
     """Show the instances of a running cluster: requests, KV cache, forecasts, decisions per second.
 
@@ -64,18 +70,25 @@ def top(
         except ValueError as error:
             raise ValueError(f"metrics: {error}") from None
     try:
-        asyncio.run(_run(scheduler, metrics, interval_s, sort, once=once, as_json=as_json))
+        asyncio.run(_run(scheduler, metrics, interval_s, sort, key, once=once, as_json=as_json))
     except KeyboardInterrupt:
         click.echo()
 
 
 async def _run(
-    schedulers: Sequence[str], metrics: Sequence[str], interval_s: float, sort: str, *, once: bool, as_json: bool
+    schedulers: Sequence[str],
+    metrics: Sequence[str],
+    interval_s: float,
+    sort: str,
+    key: OwnKey,
+    *,
+    once: bool,
+    as_json: bool,
 ) -> None:
     from services.top.table import lines_of
     from services.top.watching import watching
 
-    async with watching(schedulers, metrics) as watch:
+    async with watching(schedulers, metrics, key) as watch:
         reading = await watch.first(interval_s)
         if once and not reading.instances and reading.problems:
             raise click.ClickException("; ".join(reading.problems))

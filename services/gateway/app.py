@@ -6,20 +6,20 @@ import json
 import logging
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from uuid import uuid4
 
 from services.gateway.announced_paths import may_be_passed
 from services.gateway.attainment import attainment_of
 from services.gateway.context import GatewayContext
-from services.gateway.incoming import AUTHORIZATION, Incoming, headers_to_pass, target_of
+from services.gateway.incoming import Incoming, headers_to_pass, target_of
 from services.gateway.kept_responses import KeptResponse
-from services.gateway.keys import ANY_CLIENT, ApiKeys, KeyHolder
 from services.gateway.placing import Placing
 from services.gateway.proxy import RequestForwarder
 from services.gateway.request_spans import recorded
 from services.gateway.responses_by_id import MAX_BODY_BYTES, pass_to_instance
+from services.gateway.usage import UsageControl
 from services.http.application import CLIENT_LEFT, JSON, Application, Call, Endpoint, while_client_stays
 from services.http.continuable import IDS_FIELD
 from services.http.endpoints import ENDPOINTS, EngineEndpoint, announced_endpoint, errors_of
@@ -31,6 +31,9 @@ from services.http.operator_port import reply_metrics
 from services.http.paths import REALTIME
 from services.http.request_facts import RequestHeaders, body_to_pass, read_headers, request_id_of, request_message
 from services.live_page.pages import LivePage
+from services.security.access import AccessControl
+from services.security.keys import KeyHolder
+from services.security.roles import FOR_CLIENTS
 from services.tracing.request_spans import RequestSpans
 
 log = logging.getLogger(__name__)
@@ -51,16 +54,19 @@ class Gateway(Application):
     """Serves the endpoints of engines by forwarding each request to one of them."""
 
     name = "gateway"
+    unlisted = FOR_CLIENTS
 
-    def __init__(self, context: GatewayContext, keys: ApiKeys) -> None:
-        """Serve with what all requests share; without keys every client is admitted."""
+    def __init__(self, context: GatewayContext, access: AccessControl) -> None:
+        """Serve with what all requests share; `access` checks clients and operators."""
         super().__init__(
             max_concurrency=context.settings.max_concurrency,
+            access=access,
             limits=context.settings.http,
             registry=context.metrics.registry,
         )
         self._context = context
-        self._keys = keys
+        self._access = access
+        self._usage = UsageControl(access, context.loop.time)
         self._known_models = frozenset(context.settings.models)
         self._request_ids: set[str] = set()  # of requests under way
         context.metrics.watch(self.__len__, lambda: len(context.releases))
@@ -73,7 +79,6 @@ class Gateway(Application):
             "/metrics": {"GET": self._metrics},
             **LivePage(
                 context.schedulers.frames(context.metrics.registry),
-                authenticate=self._authenticate_operator,
                 is_draining=lambda: self.draining,
             ).routes,
         }
@@ -116,10 +121,11 @@ class Gateway(Application):
 
     async def _serve_kept(self, response_id: str, call: Call) -> None:
         """Serve a request for a response that an instance keeps."""
-        kept = self._context.kept.find(response_id, self._authenticate(call).name)
+        self.require_open()
+        kept = self._context.kept.find(response_id, holder_of(call).tenant)
         if kept is None:
             raise ApiError(404, f"response {response_id!r} is not known here")
-        headers = headers_to_pass(call.headers, call.request_id, with_authorization=not self._keys)
+        headers = headers_to_pass(call.headers, call.request_id, with_keys=not self._hides_keys)
         with self.admitted():
             await self.body_of(call, MAX_BODY_BYTES)
             await while_client_stays(pass_to_instance(self._context, kept, call, headers), call.receive)
@@ -127,19 +133,23 @@ class Gateway(Application):
     async def _serve_announced(self, call: Call) -> None:
         """Serve a path that some instances announce."""
         path = call.scope["path"]
-        self._authenticate(call)
+        self.require_open()
         others = await self._context.announced.others(path)
         if others is None:
             raise self.not_found(path)
         await self._serve(announced_endpoint(path), call, others)
 
     async def _serve(self, endpoint: EngineEndpoint, call: Call, excluded: Sequence[str] = ()) -> None:
-        """Authenticate and read a request, place it, and forward it."""
+        """Read a request, place it, and forward it."""
         context = self._context
-        holder = self._authenticate(call)
-        with self.admitted(), self._unique(call.request_id) as request_id:
+        self.require_open()
+        holder = holder_of(call)
+        with ExitStack() as stack:
+            stack.enter_context(self.admitted())
+            request_id = stack.enter_context(self._unique(call.request_id))
             body = await self.body_of(call, context.settings.max_body_bytes)
             openai, headers = self._read(endpoint, body, call)
+            self._usage.require_model(holder, openai.model)
             kept = self._kept_for(openai, holder)
             num_tokens, block_names = await context.prompts.read_aside(openai)
             try:
@@ -149,7 +159,7 @@ class Gateway(Application):
                     context.objectives,
                     request_id=request_id,
                     prompt_tokens=num_tokens,
-                    client_id=holder.name,
+                    client_id=holder.tenant,
                     objective=holder.objective,
                 )
             except ValueError as error:
@@ -162,8 +172,9 @@ class Gateway(Application):
             client_body = with_fields(body, RETURN_IDS) if hides_token_ids else body
             if openai.is_kept and not openai.names_itself and SAFE_ID.fullmatch(request_id):
                 client_body = with_fields(client_body, response_name(request_id))
+            usage = stack.enter_context(self._usage.metered(call, holder, openai, request.prompt_tokens))
             spans = RequestSpans(context.tracer, call.headers, openai, request, call.arrived_unix_s)
-            passed = headers_to_pass(call.headers, request_id, with_authorization=not self._keys)
+            passed = headers_to_pass(call.headers, request_id, with_keys=not self._hides_keys)
             incoming = Incoming(
                 arrived_s=call.arrived_s,
                 endpoint=endpoint,
@@ -175,7 +186,8 @@ class Gateway(Application):
                 own_body=body,
                 client_body=client_body,
                 body=body_to_pass(client_body, openai, request),
-                owner=holder.name,
+                owner=holder.tenant,
+                usage=usage,
                 hides_token_ids=hides_token_ids,
                 explain=headers.explain,
             )
@@ -203,24 +215,16 @@ class Gateway(Application):
         finally:
             self._request_ids.discard(request_id)
 
-    def _authenticate(self, call: Call) -> KeyHolder:
-        """Check the API key, where keys are set; return its holder."""
-        holder = self._keys.holder(call.header(AUTHORIZATION)) if self._keys else ANY_CLIENT
-        if holder is None:
-            raise ApiError(401, "this API key is not known here")
-        self.require_open()
-        return holder
-
-    def _authenticate_operator(self, call: Call) -> None:
-        """Check that the caller may see what all clients do."""
-        if not self._keys.may_operate(self._authenticate(call)):
-            raise ApiError(403, "this API key may not open the live page: the key file names others as operators")
+    @property
+    def _hides_keys(self) -> bool:
+        """Whether the keys of clients stay here."""
+        return self._access.checks_keys or self._context.engines.sends_key
 
     def _kept_for(self, openai: OpenAIRequest, holder: KeyHolder) -> KeptResponse | None:
         """Find where the response is kept that a request continues."""
         if not openai.response_id:
             return None
-        kept = self._context.kept.find(openai.response_id, holder.name)
+        kept = self._context.kept.find(openai.response_id, holder.tenant)
         if kept is None:
             message = f"previous_response_id: {openai.response_id!r} is not known here"
             raise ApiError(404, message, code="previous_response_not_found")
@@ -244,8 +248,9 @@ class Gateway(Application):
         raise ApiError(501, "realtime sessions over WebSocket are not served; use /v1/responses or /v1/audio")
 
     async def _list_models(self, call: Call) -> None:
-        self._authenticate(call)
-        models = await self._context.models.listed()
+        self.require_open()
+        holder = holder_of(call)
+        models = [model for model in await self._context.models.listed() if holder.may_use(model["id"])]
         await call.reply(200, JSON, json.dumps({"object": "list", "data": models}).encode())
 
     async def _health(self, call: Call) -> None:
@@ -255,7 +260,15 @@ class Gateway(Application):
         self.require_open()
         if not self._context.last_resort and not self._context.schedulers.reachable():
             raise ApiError(503, "no scheduler can be reached")
-        await call.reply(200, JSON, b'{"status": "ready"}')
+        problem = self._access.problem()
+        problems = {"problems": [problem]} if problem else {}
+        await call.reply(200, JSON, json.dumps({"status": "ready", **problems}).encode())
 
     async def _metrics(self, call: Call) -> None:
         await reply_metrics(call, self._context.metrics.registry)
+
+
+def holder_of(call: Call) -> KeyHolder:
+    """Return the holder of the key of a call that has been admitted."""
+    assert call.caller is not None, "the route is for clients"
+    return call.caller.holder

@@ -18,9 +18,10 @@ from services.http.proxying import without_hops
 from services.http.request_facts import body_to_pass
 from services.http.stream_continuation import Continuation
 from services.rpc.objectives import with_objective
+from services.security.access import KEY_HEADERS
+from services.security.usage_limits import NOT_METERED, MeteredRequest
 from services.tracing.request_spans import RequestSpans
 
-AUTHORIZATION = b"authorization"
 NOT_PASSED = frozenset((b"accept-encoding", REQUEST_ID))  # the gateway reads responses, and names requests itself
 
 
@@ -38,8 +39,9 @@ class Incoming:
     own_body: bytes  # as the client sent it
     client_body: bytes  # with what the gateway asks for in its place
     body: bytes  # for the engine
+    usage: MeteredRequest = NOT_METERED  # by the limits of its key
     explain: bool = False  # whether the reply explains the decision
-    owner: str = ""  # the name of the key, where keys are set
+    owner: str = ""  # the tenant of the key, where keys are set
     hides_token_ids: bool = False  # the gateway asks for token ids, and the client did not
 
     def body_for(self, decision: common_pb2.Decision | None) -> bytes:
@@ -60,11 +62,11 @@ def target_of(scope: Mapping[str, Any]) -> bytes:
     return path + b"?" + query if query else path
 
 
-def headers_to_pass(headers: Headers, request_id: str, *, with_authorization: bool) -> Headers:
+def headers_to_pass(headers: Headers, request_id: str, *, with_keys: bool) -> Headers:
     """Return the headers for the engine."""
     passed = without_hops(headers, NOT_PASSED)
-    if not with_authorization:
-        passed = [pair for pair in passed if pair[0] != AUTHORIZATION]
+    if not with_keys:
+        passed = [pair for pair in passed if pair[0] not in KEY_HEADERS]
     passed.append((REQUEST_ID, request_id.encode()))
     return passed
 

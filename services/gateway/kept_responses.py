@@ -16,7 +16,7 @@ _ID = re.compile(rb'"id"\s*:\s*"(resp_[\w.-]{1,300})"')
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptResponse:
-    """Where a response is, and whose it is: the name of a key, where keys are set."""
+    """Where a response is, and whose it is: the tenant of a key, where keys are set."""
 
     instance_id: str
     origin: Origin

@@ -96,6 +96,8 @@ class Placing:
         if self.kept is not None:
             return await self._find_kept(self.kept, parent)
         avoided = shared.failed_lately.avoided()
+        if shared.requests.draining:  # one scheduler of several may not know it
+            avoided = [*avoided, *shared.requests.draining.difference(avoided)]
         try:
             return await self._decided_avoiding(avoided, parent)
         except ShedError:
@@ -171,6 +173,8 @@ class Placing:
             log_event(log, logging.ERROR, "decision names no instance", scheduler=decision.scheduler_id, why=str(error))
             raise NoSchedulerError("the decision names no instance") from None
         self._next_best = decision.next_best
+        if decision.HasField("tag"):
+            self.incoming.usage.predicted(decision.tag.median_tokens, self.shared.loop.time())
         self.shared.last_resort.note(decision)
         return replace(destination, decision=None) if is_unplaced else destination
 

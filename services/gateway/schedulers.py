@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import grpc
@@ -14,6 +14,8 @@ from prometheus_client import CollectorRegistry, Counter
 from protos.block.v1 import common_pb2, scheduler_pb2
 from scheduler.circuit import CircuitState
 from scheduler.instances import OverloadedError
+from services.drains import Drain
+from services.gateway.scheduler_drains import SchedulerDrains
 from services.gateway.scheduler_tails import SchedulerTails
 from services.http.errors import ApiError, ShedError
 from services.http.trace_context import TRACEPARENT, TraceParent
@@ -24,6 +26,7 @@ from services.placement.refusals import REFUSALS, UNWILLING, refusal, refusal_of
 from services.placement.service import patience_s
 from services.rpc.errors import INTERNAL, overloaded_from, status_of
 from services.rpc.grpc_channel import GrpcChannel
+from services.security.own_key import NO_OWN_KEY, OwnKey
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +67,9 @@ class SchedulerClient(Protocol):
     async def instances(self) -> Sequence[common_pb2.Instance]:
         """Return all instances."""
 
+    async def follow_drains(self, take: Callable[[Mapping[str, Drain]], None]) -> None:
+        """Call with the instances that drain, at once and after each change, until cancelled."""
+
     def frames(self, registry: CollectorRegistry) -> FrameSource:
         """Return what the live page shows, with counters of the gateway's registry."""
 
@@ -74,9 +80,9 @@ class SchedulerClient(Protocol):
 class _Scheduler:
     """One scheduler: its channel and its circuit."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, key: OwnKey) -> None:
         self.address = address
-        self.channel = GrpcChannel(address, connect_s=CONNECT_S)
+        self.channel = GrpcChannel(address, connect_s=CONNECT_S, key=key)
         self.circuit = CircuitState(longest_pause_s=MAX_PAUSE_S)
 
     def replied(self, code: grpc.StatusCode) -> bool:
@@ -92,9 +98,11 @@ def _weight(session: str, address: str) -> bytes:
 class Schedulers:
     """Calls one scheduler after the other until one replies; needs a running event loop."""
 
-    def __init__(self, addresses: Sequence[str], *, within_s: float, failures: Counter) -> None:
-        """Connect to all of them."""
-        self._all = [_Scheduler(address) for address in addresses]
+    def __init__(
+        self, addresses: Sequence[str], *, within_s: float, failures: Counter, key: OwnKey = NO_OWN_KEY
+    ) -> None:
+        """Connect to all of them; `key` is the gateway's own."""
+        self._all = [_Scheduler(address, key) for address in addresses]
         self._within_s = within_s
         self._failures = failures
         self._turns = {"schedule": 0, "release": 0, "list": 0}  # each kind of call takes turns by itself
@@ -187,6 +195,10 @@ class Schedulers:
             else:
                 return response.instances
         raise NoSchedulerError("no scheduler replies")
+
+    async def follow_drains(self, take: Callable[[Mapping[str, Drain]], None]) -> None:
+        """Follow all schedulers; an instance drains where one of them says so."""
+        await SchedulerDrains({one.address: one.channel for one in self._all}, take).run()
 
     def frames(self, registry: CollectorRegistry) -> FrameSource:
         """Return what the live page shows, with counters of the gateway's registry."""
@@ -314,6 +326,11 @@ class InProcessScheduler:
     async def instances(self) -> Sequence[common_pb2.Instance]:
         """Return all instances."""
         return [handle.message for handle in self._driver.registry.handles()]
+
+    async def follow_drains(self, take: Callable[[Mapping[str, Drain]], None]) -> None:
+        """Follow the driver's list."""
+        with self._driver.registry.drains_followed(take):
+            await asyncio.Event().wait()
 
     def frames(self, registry: CollectorRegistry) -> FrameSource:
         """Return what the live page shows."""

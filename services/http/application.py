@@ -19,6 +19,9 @@ from services.http.errors import ApiError, HttpError
 from services.http.limits import BODY_TIMEOUT, DEFAULT_LIMITS, SETTINGS, HttpLimits, Refusals
 from services.http.proxying import is_event_stream
 from services.logs import log_event
+from services.rpc.errors import NotAllowedError, UnauthenticatedError, message_of, status_of
+from services.security.access import EXPIRED_KEY, AccessControl, Caller
+from services.security.roles import FOR_OPERATORS
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +54,8 @@ class Call:
     arrived_unix_s: float = field(default_factory=time.time)
     status: int = 0  # of the reply; 0 until it starts
     is_stream: bool = False  # the reply is a stream of events
+    caller: Caller | None = None  # of a call whose route needs a role
+    added_headers: Headers = field(default_factory=list)  # that every reply to this call has
     has_ended: bool = False
     errors: ErrorShape = PLAIN_ERRORS
     route: str = OTHER  # as metrics name it
@@ -72,6 +77,8 @@ class Call:
     async def start(self, status: int, headers: Headers) -> None:
         """Send status and headers."""
         self.status, self.is_stream = status, is_event_stream(headers)
+        if self.added_headers:
+            headers = [*headers, *self.added_headers]
         if self.request_id:
             headers = [*headers, (REQUEST_ID, self.request_id.encode("latin-1"))]
         await self.send({"type": "http.response.start", "status": status, "headers": headers})
@@ -96,21 +103,29 @@ class Call:
 class Application:
     """An ASGI application. A subclass fills `routes`; an endpoint that takes long runs inside `admitted`.
 
+    A route that ends with `/*` serves all paths below it that have no route of their own.
+
     `cut_off` ends admitted calls that are still under way when the drain time is over.
     """
 
     error: type[HttpError] = ApiError  # in which this application reports its own refusals
     name = "server"  # in messages
+    unlisted = FOR_OPERATORS  # who may use a route that the table of all routes lacks
 
     def __init__(
         self,
         *,
         max_concurrency: int | None = None,
+        access: AccessControl | None = None,
         limits: HttpLimits = DEFAULT_LIMITS,
         registry: CollectorRegistry | None = None,
     ) -> None:
-        """Serve no path yet; None sets no limit on concurrency. Refusals are counted in a registry."""
+        """Serve no path yet; None sets no limit on concurrency, and checks no caller.
+
+        Refusals are counted in a registry.
+        """
         self.draining = False
+        self.access = access
         self.limits = limits
         self.refusals = Refusals(registry)
         self.routes: Mapping[str, Mapping[str, Endpoint]] = {}
@@ -138,7 +153,8 @@ class Application:
             call.errors = self.errors_of(scope["path"])
             call.request_id = self.request_id_of(call)
             endpoint = self.endpoint_of(call)
-            call.route = call.route if call.route != OTHER else scope["path"]
+            call.route = call.route if call.route != OTHER else self.route_of(scope["path"])
+            self.authorize(call)
             await endpoint(call)
         except HttpError as error:
             if error.code in SETTINGS:
@@ -155,7 +171,23 @@ class Application:
         except Exception:
             log.exception("call failed", extra={"fields": {"request_id": call.request_id}})
             await call.fail(self.error(500, f"internal error; the {self.name}'s log has more"))
-        self.on_end(call, call.route, CLIENT_LEFT if has_left else call.status)
+        status = CLIENT_LEFT if has_left else call.status
+        if call.caller is not None and self.access is not None:
+            self.access.ended(call.caller, call.scope, status)
+        self.on_end(call, call.route, status)
+
+    def authorize(self, call: Call) -> None:
+        """Check that the caller may use the route, by the table of all routes, where callers are checked."""
+        if self.access is not None:
+            try:
+                call.caller = self.access.admit_http(call.scope, self.unlisted)
+            except (UnauthenticatedError, NotAllowedError) as error:
+                raise self.access_error(error) from None
+
+    def access_error(self, error: UnauthenticatedError | NotAllowedError) -> HttpError:
+        """Make the error for a caller that may not use a route."""
+        expired = isinstance(error, UnauthenticatedError) and error.reason == EXPIRED_KEY
+        return self.error(status_of(error).http_code, message_of(error), code="expired_api_key" if expired else None)
 
     def request_id_of(self, call: Call) -> str:
         """Return the id that the client gives its request, else the call's own, which is random."""
@@ -171,13 +203,19 @@ class Application:
     def endpoint_of(self, call: Call) -> Endpoint:
         """Find what serves a path and method; a HEAD is served as a GET, and the server leaves its body out."""
         path, method = call.scope["path"], call.scope["method"]
-        methods = self.routes.get(path)
+        methods = self.routes.get(self.route_of(path))
         if methods is None:
             raise self.not_found(path)
         endpoint = methods.get("GET" if method == "HEAD" else method)
         if endpoint is None:
             raise self.not_allowed(path, method, list(methods))
         return endpoint
+
+    def route_of(self, path: str) -> str:
+        """Return the route that serves a path: the path itself, or what is above it with `/*`."""
+        if path in self.routes:
+            return path
+        return path[: path.find("/", 1) + 1] + "*" if path.count("/") > 1 else path
 
     def not_found(self, path: str) -> HttpError:
         """Make the error for a path that is not served."""

@@ -11,6 +11,7 @@ from scheduler.prefix.prompt import PROMPT_END_BYTES
 from services.http.continuable import IDS_FIELD, has_other_parts, why_not_continuable
 from services.http.json_body import MAX_JSON_DEPTH
 from services.http.json_fields import (
+    MAX_TOKENS,
     count_in,
     description_of,
     flag_in,
@@ -45,6 +46,7 @@ class OpenAIRequest:
     hinted_priority: int | None  # likewise, from a hint that engines do not read
     token_ids: tuple[int, ...] = ()  # the first ones, where the client sent those of one prompt
     num_prompts: int = 1
+    num_samples: int = 1  # responses to each prompt
     conversation: Mapping[str, Any] | None = None  # the whole body of a chat
     xargs: Mapping[str, Any] | None = None  # `vllm_xargs`, for plug-ins of vLLM; None without this key
     undivided: bool = False  # one engine must serve it whole: see `_is_undivided`
@@ -78,6 +80,7 @@ def read_body(body: bytes, *, chat: bool, max_depth: int = MAX_JSON_DEPTH) -> Op
         num_messages=num_messages,
         token_ids=tuple(prompts[0][:MAX_TOKEN_IDS]) if len(prompts) == 1 else (),
         num_prompts=num_prompts,
+        num_samples=_num_samples(data),
         conversation=data if chat else None,
         undivided=num_prompts > 1
         or (max_tokens is not None and max_tokens <= 1)
@@ -168,6 +171,12 @@ def _is_undivided(data: Mapping[str, Any]) -> bool:
         or get("echo")
         or get("prompt_logprobs") is not None
     )
+
+
+def _num_samples(data: Mapping[str, Any]) -> int:
+    """Return how many responses to a prompt are generated; the engine refuses what is no such number."""
+    given = [value for value in (data.get("n"), data.get("best_of")) if type(value) is int]
+    return min(MAX_TOKENS, max([1, *given]))
 
 
 def _prompt(data: Mapping[str, Any]) -> tuple[list[str], list[list[int]]]:

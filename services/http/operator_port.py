@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
@@ -10,6 +11,7 @@ from prometheus_client.exposition import choose_encoder
 
 from services.http.application import Application, Call, Endpoint
 from services.http.server import answering, listening
+from services.security.access import AccessControl
 
 ACCEPT = b"accept"
 DRAIN_S = 1.0
@@ -20,9 +22,9 @@ Routes = Mapping[str, Mapping[str, Endpoint]]
 class OperatorPort(Application):
     """Serves metrics, and more routes."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        """Serve the metrics of a registry."""
-        super().__init__(registry=registry)
+    def __init__(self, registry: CollectorRegistry, access: AccessControl | None = None) -> None:
+        """Serve the metrics of a registry; `access` checks callers, by default by where they are."""
+        super().__init__(access=access or AccessControl(), registry=registry)
         self._registry = registry
         self.routes: Routes = {"/metrics": {"GET": self._metrics}}
 
@@ -37,11 +39,13 @@ async def reply_metrics(call: Call, registry: CollectorRegistry) -> None:
 
 
 @asynccontextmanager
-async def operator_port_served(app: OperatorPort, host: str, port: int) -> AsyncIterator[int]:
+async def operator_port_served(
+    app: OperatorPort, host: str, port: int, *, tls: ssl.SSLContext | None = None
+) -> AsyncIterator[int]:
     """Serve while the block runs; yield the port."""
     listener = listening(host, port, "metrics_port")
     try:
-        async with answering(app, listener, DRAIN_S):
+        async with answering(app, listener, DRAIN_S, tls=tls):
             yield listener.getsockname()[1]
     finally:
         listener.close()

@@ -74,12 +74,10 @@ class LivePage:
         self,
         source: FrameSource,
         *,
-        authenticate: Callable[[Call], object] = lambda _: None,
         is_draining: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Show a source to callers that `authenticate` does not refuse; streams end when the server drains."""
+        """Show a source; streams end when the server drains. The application checks who may see it."""
         self._source = source
-        self._authenticate = authenticate
         self._is_draining = is_draining
 
     @property
@@ -89,7 +87,6 @@ class LivePage:
         return {**files, f"{PAGE}/tail": {"GET": self._tail}, f"{PAGE}/decision": {"GET": self._decision}}
 
     async def _tail(self, call: Call) -> None:
-        self._authenticate(call)
         await _without_body(call)
         if call.scope["method"] == "HEAD":
             await call.reply(200, EVENTS, b"")
@@ -123,7 +120,6 @@ class LivePage:
         await call.end()
 
     async def _decision(self, call: Call) -> None:
-        self._authenticate(call)
         query = parse_qs(call.scope["query_string"].decode("latin-1"))
         request_id = query.get("request_id", [""])[0]
         if not request_id:
@@ -139,7 +135,7 @@ class LivePage:
 
 
 def live_page_routes(source: FrameSource, app: Application) -> Mapping[str, Mapping[str, Endpoint]]:
-    """Return the page's endpoints for a port without keys, such as an operator's."""
+    """Return the page's endpoints for an application."""
     return LivePage(source, is_draining=lambda: app.draining).routes
 
 

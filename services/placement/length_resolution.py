@@ -21,6 +21,7 @@ from services.placement.replies import note_of
 from services.placement.settings import SchedulerSettings
 from services.rpc.grpc_channel import GrpcChannel
 from services.rpc.messages import tag_from
+from services.security.own_key import own_key
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ class LengthResolver(PlacementListener):
         self._outcomes: deque[common_pb2.Outcome] = deque()
         self._sending: asyncio.Task[None] | None = None
         self._closing = asyncio.Event()
-        self._channel = GrpcChannel(settings.tagger) if settings.tagger else None
+        self._channel = GrpcChannel(settings.tagger, key=own_key(settings.part_key_file)) if settings.tagger else None
 
     async def resolve(self, request: common_pb2.Request, prompt: bytes, *, ask: bool) -> None:
         """Complete a request with the lengths that forecasts need: of its prompt and of its response.

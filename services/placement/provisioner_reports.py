@@ -16,6 +16,7 @@ from services.logs import log_event
 from services.placement.listeners import PlacementListener
 from services.placement.replies import note_of
 from services.rpc.channels import open_channel
+from services.security.own_key import NO_OWN_KEY, OwnKey
 from services.supervised_task import supervised
 
 log = logging.getLogger(__name__)
@@ -29,10 +30,10 @@ MAX_TARGETS = 256  # of a report of waiting requests: the strictest
 class ProvisionerReports(PlacementListener):
     """Sends all reports to every provisioner, each over its own stream, so that any of them can become the leader."""
 
-    def __init__(self, addresses: Sequence[str], scheduler_id: str) -> None:
+    def __init__(self, addresses: Sequence[str], scheduler_id: str, key: OwnKey = NO_OWN_KEY) -> None:
         """Connect to them; they may start later."""
         self._scheduler_id, self._sequence = scheduler_id, int(time.time() * 1e6)  # higher than in an earlier process
-        self._streams = [ReportStream(address) for address in addresses]
+        self._streams = [ReportStream(address, key) for address in addresses]
 
     def on_placement(self, request: common_pb2.Request, placement: Placement, message: common_pb2.Decision) -> None:
         """Report a placement, its forecast, and the forecasts of other instances."""
@@ -40,7 +41,8 @@ class ProvisionerReports(PlacementListener):
         forecast = placement.forecast
         if not self._streams or forecast is None:
             return
-        others = [one.e2e_s for name, one in placement.decision.forecasts() if name != placement.instance_id]
+        forecasts = placement.decision.explanation.forecasts()
+        others = [one.e2e_s for name, one in forecasts if name != placement.instance_id]
         all_e2e_s = [*others, forecast.e2e_s]
         asked = placement.decision.request
         self._report(
@@ -102,13 +104,13 @@ class ProvisionerReports(PlacementListener):
 class ReportStream:
     """A stream of reports to one provisioner; the oldest are dropped when it is away for long."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, key: OwnKey) -> None:
         """Connect, and reconnect whenever the stream ends."""
         self._address = address
         self._unsent: deque[provisioner_pb2.ReportRequest] = deque(maxlen=MAX_KEPT)
         self._waiting: provisioner_pb2.ReportRequest | None = None  # the last one that is not sent yet
         self._has_reports = asyncio.Event()
-        self._channel = open_channel(address)
+        self._channel = open_channel(address, key)
         self._sending = asyncio.create_task(supervised("reports", self._stream))
 
     def put(self, report: provisioner_pb2.ReportRequest) -> None:

@@ -12,6 +12,7 @@ import grpc
 from protos.block.v1 import common_pb2, provisioner_pb2, provisioner_pb2_grpc
 from services.placement.tail_records import number
 from services.rpc.channels import open_channel
+from services.security.own_key import NO_OWN_KEY, OwnKey
 
 POLL_S = 2.0
 WITHIN_S = 2.0
@@ -22,14 +23,14 @@ MAX_TEXT = 300
 class ProvisionerWatch:
     """Asks provisioners, one after the other until one replies, while it is followed."""
 
-    def __init__(self, addresses: Sequence[str]) -> None:
+    def __init__(self, addresses: Sequence[str], key: OwnKey = NO_OWN_KEY) -> None:
         """Ask at some addresses; without any there is nothing to tell."""
-        self._addresses = addresses
+        self._addresses, self._key = addresses, key
         self.record: dict[str, Any] | None = None
 
     async def follow(self) -> None:
         """Keep the record up to date until cancelled."""
-        channels = [open_channel(address) for address in self._addresses]
+        channels = [open_channel(address, self._key) for address in self._addresses]
         try:
             while channels:
                 self.record = await _first_reply(channels)

@@ -20,6 +20,7 @@ from services.placement.replies import (
 )
 from services.placement.settings import SchedulerSettings
 from services.rpc.grpc_channel import GrpcChannel
+from services.security.own_key import own_key
 
 UNREACHABLE = (CandidateStatus.LATE, CandidateStatus.DOWN)  # states that all sidecars behind one address share
 RELEASE_S = 5.0  # deadline of calls that no request waits for
@@ -68,7 +69,7 @@ class SidecarConnection:
         self.breaker = CircuitBreaker(address, settings.circuit(), metrics)
         self._suspects = suspects
         self._deadline_s = settings.sidecar_deadline_s
-        self._channel = GrpcChannel(address)
+        self._channel = GrpcChannel(address, key=own_key(settings.part_key_file))
         self._predict = PipelinedCall(self._channel, "Predict", self._deadline_s)
         self._reserve = PipelinedCall(self._channel, "Reserve", self._deadline_s)
         self._release = PipelinedCall(self._channel, "Release", RELEASE_S)

@@ -10,7 +10,7 @@ import asyncio
 import json
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any, NamedTuple
@@ -113,14 +113,14 @@ class Tail(PlacementListener):
         log: DecisionLog,
         metrics: CollectorRegistry,
         about: Callable[[], Record],
-        provisioners: Sequence[str] = (),
+        provisioners: ProvisionerWatch | None = None,
     ) -> None:
         """Read instances, past decisions and counters; `about` gives what else a frame says of the scheduler."""
         self._instances = instances
         self._log = log
         self._counters = metrics.restricted_registry(COUNTERS)
         self._about = about
-        self._provisioners = ProvisionerWatch(provisioners)
+        self._provisioners = provisioners or ProvisionerWatch([])
         self._readers: set[TailReader] = set()
         self._placed: deque[UnsentPlacement] = deque(maxlen=MAX_PLACED)
         self._ended: deque[common_pb2.Outcome] = deque(maxlen=MAX_ENDED)

@@ -10,6 +10,7 @@ from scheduler.provisioning import RULE_NAMES, TIERS, rule_from
 from scheduler.provisioning.limits import ScalingLimits, ScalingObjectives
 from scheduler.provisioning.tiers import Tiers, require_room, tiers_in
 from services.rpc.messages import require_name
+from services.security.own_key import PartKeyFile
 from services.settings import PORTS, Nested, Option
 from simulator.codec import read_text
 
@@ -24,6 +25,7 @@ class ProvisionerSettings:
     """
 
     folder: Annotated[str, Option("Folder for the journal, the lease and the list of instances.", metavar="DIR")]
+    part_key_file: PartKeyFile = ""
     pool: Annotated[str, "Name of the pool of instances."] = "default"
     model: Annotated[str, Option("Model that the instances serve.", unset="any")] = ""
     rule: Annotated[
@@ -49,6 +51,12 @@ class ProvisionerSettings:
         float,
         Option("Maximum time to wait for the requests of an instance that leaves, in seconds.", name="leave_s"),
     ] = 300.0
+    migrate: Annotated[bool, "Move the requests of an instance that leaves to other instances after --migrate-s."] = (
+        True
+    )
+    migrate_s: Annotated[
+        float, "Time after which requests that an instance which leaves still has move to other ones, in seconds."
+    ] = 60.0
     settle_s: Annotated[float, "Time for schedulers to notice that an instance is leaving, in seconds."] = 3.0
     attempts: Annotated[int, "Maximum number of attempts at one action before it counts as failed."] = 8
     dry_run: Annotated[bool, "Log the actions without carrying them out."] = False
@@ -64,7 +72,7 @@ class ProvisionerSettings:
         if TIERS in self.rule.split("+") and not self.tiers:
             raise ValueError("tiers: is missing; the rule tiers needs a file of them")
         require_room(self.read_tiers(), self.limits.max_instances)
-        for name in ("tick_s", "drain_s", "settle_s", "tier_hold_s"):
+        for name in ("tick_s", "drain_s", "migrate_s", "settle_s", "tier_hold_s"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 raise ValueError(f"{name}: must be a time above 0, not {value}")

@@ -12,6 +12,7 @@ import grpc
 from protos.block.v1 import common_pb2, predictor_pb2, predictor_pb2_grpc
 from services.provisioner_server.roster import Member
 from services.rpc.channels import open_channel
+from services.security.own_key import NO_OWN_KEY, OwnKey
 
 TIMEOUT_S = 2.0
 PROBE = common_pb2.Request(
@@ -36,8 +37,9 @@ class Condition:
 class Sidecars:
     """Connections to sidecars, kept until `forget`."""
 
-    def __init__(self) -> None:
-        """Start without connections."""
+    def __init__(self, key: OwnKey = NO_OWN_KEY) -> None:
+        """Start without connections; all calls show `key`, if there is one."""
+        self._key = key
         self._channels: dict[str, grpc.aio.Channel] = {}
 
     async def conditions(self, members: Sequence[Member], *, with_step: bool = False) -> dict[str, Condition]:
@@ -49,7 +51,7 @@ class Sidecars:
     async def _call(self, member: Member, *, with_step: bool) -> Condition:
         channel = self._channels.get(member.sidecar_address)
         if channel is None:
-            channel = self._channels[member.sidecar_address] = open_channel(member.sidecar_address)
+            channel = self._channels[member.sidecar_address] = open_channel(member.sidecar_address, self._key)
         probe = [PROBE] if with_step else []
         request = predictor_pb2.PredictRequest(instance_id=member.instance_id, requests=probe)
         try:

@@ -26,6 +26,15 @@ class UnknownNameError(Exception):
     """A name that is not known here, as of a model that no instance serves."""
 
 
+class UnauthenticatedError(Exception):
+    """A call without a valid key; `reason` is one of a few words, for metrics."""
+
+    def __init__(self, message: str, *, reason: str = "invalid_key") -> None:
+        """Note why."""
+        super().__init__(message)
+        self.reason = reason
+
+
 class NotAllowedError(Exception):
     """A call that its caller may not make."""
 
@@ -49,6 +58,7 @@ STATUSES: tuple[tuple[type[Exception], Status], ...] = (
     (DecodeError, Status(grpc_code=grpc.StatusCode.INVALID_ARGUMENT, http_code=400)),
     (ValueError, Status(grpc_code=grpc.StatusCode.INVALID_ARGUMENT, http_code=400)),
     (UnknownNameError, Status(grpc_code=grpc.StatusCode.NOT_FOUND, http_code=404)),
+    (UnauthenticatedError, Status(grpc_code=grpc.StatusCode.UNAUTHENTICATED, http_code=401)),
     (NotAllowedError, Status(grpc_code=grpc.StatusCode.PERMISSION_DENIED, http_code=403)),
     (MisdirectedError, Status(grpc_code=grpc.StatusCode.FAILED_PRECONDITION, http_code=421)),
     (BusyError, Status(grpc_code=grpc.StatusCode.RESOURCE_EXHAUSTED, http_code=429)),

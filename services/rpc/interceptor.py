@@ -1,4 +1,4 @@
-"""The interceptor of all gRPC servers: concurrency limit, metrics, statuses of exceptions, draining."""
+"""The interceptor of all gRPC servers: who may call, concurrency limit, metrics, statuses of exceptions, draining."""
 
 from __future__ import annotations
 
@@ -10,9 +10,16 @@ from contextlib import aclosing
 from typing import Any, TypeAlias, cast
 
 import grpc
+from google.protobuf.message import DecodeError
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from services.rpc.errors import BusyError, message_of, metadata_of, status_of
+from services.rpc.errors import BusyError, NotAllowedError, message_of, metadata_of, status_of
+from services.security.access import AccessControl, Caller, certificate_names, grpc_credentials
+from services.security.audit import FAILED, OK
+from services.security.certificates import Certificates
+from services.security.handshakes import SERVER, HandshakeFailure
+from services.security.peer_names import is_allowed, not_allowed
+from services.security.roles import OBJECT_FIELDS, Permission, permission_of_method
 
 log = logging.getLogger(__name__)
 
@@ -25,21 +32,30 @@ BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0,
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):
-    """Limits, times and counts calls, and turns exceptions into statuses.
+    """Checks callers, limits, times and counts calls, and turns exceptions into statuses.
 
     Requests are parsed inside, so that bytes which are no message have a status too. Methods that stream their
     response must be asynchronous generators. The cost (`scripts/bench_rpc.py`): 7 % of a bare unary call, of which
     intercepting, instead of wrapping each handler when it is registered, is 2 %.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what calls are checked and counted by
         self,
         max_concurrency: int,
         registry: CollectorRegistry,
         services: Collection[str],
         endless: Collection[str] = (),
+        *,
+        access: AccessControl | None = None,
+        certificates: Certificates | None = None,
     ) -> None:
-        """Watch `services` (health and reflection stay unlimited); draining does not wait for `endless` methods."""
+        """Watch `services` (health and reflection stay unlimited); draining does not wait for `endless` methods.
+
+        Of clients that present a certificate, `certificates` says which names are allowed.
+        """
+        self._access = access or AccessControl()
+        verifies = certificates is not None and certificates.tls.verifies_clients and certificates.tls.tls_peers
+        self._certificates = certificates if verifies else None
         self._max_concurrency = max_concurrency
         self._services = frozenset(services)
         self._endless = frozenset(endless)
@@ -80,9 +96,15 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         """Wrap a method's handler."""
         parse = cast("Callable[[bytes], Any]", handler.request_deserializer)
         write = handler.response_serializer
-        run = self._runner(method)
+        permission = permission_of_method(method)
+        audited = bool(permission.event)
+        run = self._runner(method, permission, is_stream=bool(handler.response_streaming))
 
         async def unary_unary(raw: bytes, context: Context) -> Any:
+            if audited:
+                return await run(
+                    lambda: cast("Any", handler.unary_unary)(parse(raw), context), context, _object(method, raw, parse)
+                )
             return await run(lambda: cast("Any", handler.unary_unary)(parse(raw), context), context)
 
         async def unary_stream(raw: bytes, context: Context) -> None:
@@ -104,18 +126,26 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             return grpc.unary_stream_rpc_method_handler(unary_stream, None, write)
         return grpc.unary_unary_rpc_method_handler(unary_unary, None, write)
 
-    def _runner(self, method: str) -> Callable[[Respond, Context], Awaitable[Any]]:
-        """Make what counts and times one method's calls and gives their exceptions a status."""
+    def _runner(self, method: str, permission: Permission, *, is_stream: bool) -> Callable[..., Awaitable[Any]]:
+        """Make what checks, counts and times one method's calls and gives their exceptions a status."""
+        access, checks = self._access, permission.needs_check
         is_finite = method not in self._endless
         seconds = self._seconds.labels(method)
         ended: dict[grpc.StatusCode, Counter] = {}
 
-        async def run(respond: Respond, context: Context) -> Any:
+        async def run(respond: Respond, context: Context, subject: str = "") -> Any:
             start_s = time.monotonic()
             code = grpc.StatusCode.OK
+            caller: Caller | None = None
             self._enter(is_finite=is_finite)
             try:
                 self._refuse_beyond_limits(context)
+                if self._certificates is not None:
+                    _require_allowed(context, self._certificates)
+                if checks and (permission.event or not access.is_open):
+                    caller = access.admit(permission, grpc_credentials(context), subject)
+                    if is_stream:  # whose end may be far away
+                        access.done(permission, caller, subject)
                 return await respond()
             except grpc.aio.AbortError:
                 code = context.code()
@@ -130,6 +160,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
                 await context.abort(code, message_of(error), trailing_metadata=metadata_of(error))
             finally:
                 self._leave(is_finite=is_finite)
+                if caller is not None and not is_stream:
+                    access.done(permission, caller, subject, result=OK if code is grpc.StatusCode.OK else FAILED)
                 if code not in ended:
                     ended[code] = self._ended.labels(method, code.name)
                 ended[code].inc()
@@ -158,6 +190,27 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             self.num_finite -= 1
             if self.num_finite == 0:
                 self._none_left.set()
+
+
+def _require_allowed(context: Context, certificates: Certificates) -> None:
+    """Refuse the call of a client whose certificate has none of the allowed names."""
+    patterns = certificates.tls.tls_peers
+    names = certificate_names(context.auth_context())
+    if not is_allowed(names, patterns):
+        reason = not_allowed("client", names, patterns)
+        certificates.handshakes.failed(SERVER, HandshakeFailure(reason="not_allowed", text=reason))
+        raise NotAllowedError(reason)
+
+
+def _object(method: str, raw: bytes, parse: Callable[[bytes], Any]) -> str:
+    """Return what a call is about, for the audit log; a request that cannot be read is refused later."""
+    field = OBJECT_FIELDS.get(method, "")
+    if not field:
+        return ""
+    try:
+        return str(getattr(parse(raw), field))
+    except DecodeError:
+        return ""
 
 
 async def _send(responses: Any, context: Context) -> None:

@@ -19,6 +19,10 @@ from services.logs import log_event
 from services.rpc.channels import bind_server, make_server, streams_for
 from services.rpc.interceptor import CallInterceptor, Handler
 from services.rpc.settings import ServerSettings
+from services.security.access import AccessControl
+from services.security.access_settings import access_controlled
+from services.security.certificates import certificates_of
+from services.security.metrics import register_tls_metrics
 
 if TYPE_CHECKING:
     from services.http.operator_port import OperatorPort, Routes
@@ -39,6 +43,7 @@ class RunningServer:
 
     port: int
     metrics_port: int | None
+    health_port: int | None = None
 
 
 def no_problem() -> str:
@@ -55,17 +60,28 @@ async def serving(  # noqa: PLR0913 - what any of our servers may need
     endless: Collection[str] = (),
     problem: Callable[[], str] = no_problem,
     pages: Pages | None = None,
+    access: AccessControl | None = None,
 ) -> AsyncIterator[RunningServer]:
     """Serve while the block runs; then refuse new calls and wait for those under way, at most `drain_s`.
 
     `endless` names methods (/package.Service/Method) whose streams end only when the client leaves; draining does not
     wait for them. While there is a `problem`, the services report that they do not serve, and the server that it lives.
-    `pages` makes what is served beside the metrics.
+    `pages` makes what is served beside the metrics. `access` checks callers, by default as the settings say.
     """
     from grpc_reflection.v1alpha import reflection  # the gateway imports this module, too
 
+    if access is None:
+        async with (
+            access_controlled(settings.access, registry) as own,
+            serving(settings, services, registry, endless=endless, problem=problem, pages=pages, access=own) as running,
+        ):
+            yield running
+        return
     names = service_names(services)
-    interceptor = CallInterceptor(settings.max_concurrency, registry, names, endless)
+    certificates = certificates_of(settings.tls)
+    interceptor = CallInterceptor(
+        settings.max_concurrency, registry, names, endless, access=access, certificates=certificates
+    )
     server = make_server(
         max_message_bytes=settings.max_message_mib * MEBIBYTE,
         interceptors=(interceptor,),
@@ -76,17 +92,39 @@ async def serving(  # noqa: PLR0913 - what any of our servers may need
     state = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(state, server)
     reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
-    async with metrics_served(settings, registry, pages) as metrics_port:
-        port = bind_server(server, settings.host, settings.port)
+    async with metrics_served(settings, registry, pages, access) as metrics_port:
+        port = bind_server(server, settings.host, settings.port, certificates.grpc_server_credentials())
         await server.start()
+        probes = await start_health_port(settings, state) if settings.health_port is not None else None
         await _report_readiness(state, names, problem)
         following = asyncio.create_task(_follow_readiness(state, names, problem)) if problem is not no_problem else None
         try:
-            yield RunningServer(port=port, metrics_port=metrics_port)
+            health_port = None if probes is None else probes.port
+            yield RunningServer(port=port, metrics_port=metrics_port, health_port=health_port)
         finally:
             if following is not None:
                 following.cancel()
             await drain(server, state, interceptor, settings.drain_s)
+            if probes is not None:
+                await probes.server.stop(None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HealthPort:
+    """A server of grpc.health.v1 alone, without TLS, as probes of Kubernetes have none."""
+
+    server: grpc.aio.Server
+    port: int
+
+
+async def start_health_port(settings: ServerSettings, state: health_pb2_grpc.HealthServicer) -> HealthPort:
+    """Serve the health of a server on `health_port`."""
+    assert settings.health_port is not None
+    server = make_server(max_message_bytes=MEBIBYTE)
+    health_pb2_grpc.add_HealthServicer_to_server(state, server)
+    port = bind_server(server, settings.host, settings.health_port, field="health_port")
+    await server.start()
+    return HealthPort(server=server, port=port)
 
 
 async def _follow_readiness(state: health.aio.HealthServicer, names: Sequence[str], problem: Callable[[], str]) -> None:
@@ -167,6 +205,7 @@ async def serve_until_signalled(  # noqa: PLR0913 - what any of our servers may 
 ) -> None:
     """Serve until SIGTERM or SIGINT, then drain."""
     stop = stop_signal()
+    register_tls_metrics(registry, certificates_of(settings.tls))
     async with serving(settings, services, registry, endless=endless, problem=problem, pages=pages) as running:
         fields = {} if running.metrics_port is None else {"metrics_port": running.metrics_port}
         freeze_imported_objects()
@@ -184,7 +223,10 @@ def freeze_imported_objects() -> None:
 
 @asynccontextmanager
 async def metrics_served(
-    settings: ServerSettings, registry: CollectorRegistry, pages: Pages | None = None
+    settings: ServerSettings,
+    registry: CollectorRegistry,
+    pages: Pages | None = None,
+    access: AccessControl | None = None,
 ) -> AsyncIterator[int | None]:
     """Serve /metrics, and more pages, on a port of its own where `metrics_port` is set."""
     if settings.metrics_port is None:
@@ -192,8 +234,9 @@ async def metrics_served(
         return
     from services.http.operator_port import OperatorPort, operator_port_served  # not needed without the port
 
-    app = OperatorPort(registry)
+    app = OperatorPort(registry, access)
     if pages is not None:
         app.routes = {**app.routes, **pages(app)}
-    async with operator_port_served(app, settings.host, settings.metrics_port) as port:
+    tls = certificates_of(settings.tls).server_context
+    async with operator_port_served(app, settings.host, settings.metrics_port, tls=tls) as port:
         yield port

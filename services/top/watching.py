@@ -12,6 +12,7 @@ import grpc
 from protos.block.v1 import common_pb2, predictor_pb2, predictor_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc
 from services.http.client import HttpClient, origin_of
 from services.rpc.channels import open_channel
+from services.security.own_key import NO_OWN_KEY, OwnKey
 from services.top.counts import Counted, MetricSamples
 from services.top.reading import ClusterReading, cluster_reading, instance_reading
 
@@ -24,8 +25,9 @@ OK = 200
 class InstanceWatch:
     """What the sidecar of one instance reports."""
 
-    def __init__(self, instance: common_pb2.Instance) -> None:
+    def __init__(self, instance: common_pb2.Instance, key: OwnKey) -> None:
         """Follow it from now on; needs a running event loop."""
+        self._key = key
         self.instance = instance
         self.state = instance.state
         self.indicators: common_pb2.Indicators | None = None
@@ -46,7 +48,7 @@ class InstanceWatch:
 
     async def _follow(self) -> None:
         request = predictor_pb2.WatchRequest(instance_id=self.instance.instance_id)
-        async with open_channel(self.instance.sidecar_address) as channel:
+        async with open_channel(self.instance.sidecar_address, self._key) as channel:
             stub = predictor_pb2_grpc.PredictorStub(channel)
             while True:
                 try:
@@ -69,8 +71,9 @@ class InstanceWatch:
 class ClusterWatch:
     """All instances that a scheduler lists, and the metrics of gateways and schedulers."""
 
-    def __init__(self, schedulers: Sequence[str], metrics: Sequence[str]) -> None:
+    def __init__(self, schedulers: Sequence[str], metrics: Sequence[str], key: OwnKey = NO_OWN_KEY) -> None:
         """Ask the first scheduler that replies; `metrics` are the URLs of servers with /metrics."""
+        self._key = key
         self._schedulers, self._metrics = schedulers, metrics
         self._instances: dict[str, InstanceWatch] = {}
         self._client = HttpClient()
@@ -106,7 +109,7 @@ class ClusterWatch:
 
     async def _listed(self, problems: list[str]) -> scheduler_pb2.ListInstancesResponse:
         for address in self._schedulers:
-            async with open_channel(address) as channel:
+            async with open_channel(address, self._key) as channel:
                 try:
                     listed = await scheduler_pb2_grpc.SchedulerStub(channel).ListInstances(
                         scheduler_pb2.ListInstancesRequest(), timeout=CALL_S
@@ -128,7 +131,7 @@ class ClusterWatch:
                 await known.stop()
                 known = None
             if known is None:
-                self._instances[one.instance_id] = InstanceWatch(one)
+                self._instances[one.instance_id] = InstanceWatch(one, self._key)
             else:
                 known.instance = one
 
@@ -155,9 +158,11 @@ class ClusterWatch:
 
 
 @asynccontextmanager
-async def watching(schedulers: Sequence[str], metrics: Sequence[str]) -> AsyncIterator[ClusterWatch]:
-    """Follow a cluster while the block runs."""
-    watch = ClusterWatch(schedulers, metrics)
+async def watching(
+    schedulers: Sequence[str], metrics: Sequence[str], key: OwnKey = NO_OWN_KEY
+) -> AsyncIterator[ClusterWatch]:
+    """Follow a cluster while the block runs; all calls show `key`, if there is one."""
+    watch = ClusterWatch(schedulers, metrics, key)
     try:
         yield watch
     finally:

@@ -12,7 +12,6 @@ import httpx
 import pytest
 
 from protos.block.v1 import common_pb2
-from services.gateway.keys import ApiKeys
 from services.gateway.server import InProcessDecisions
 from services.gateway.server import serving as gateway_serving
 from services.gateway.settings import GatewaySettings
@@ -55,9 +54,7 @@ async def gateway(policy: str) -> AsyncIterator[tuple[httpx.AsyncClient, list[St
             source=Listed([stub.instance for stub in stubs]),
         )
         settings = GatewaySettings(decide="in-process", schedule_s=2 * PATIENCE_S)
-        here = await stack.enter_async_context(
-            gateway_serving(settings, ServerSettings(drain_s=0.0), ApiKeys(()), decisions)
-        )
+        here = await stack.enter_async_context(gateway_serving(settings, ServerSettings(drain_s=0.0), decisions))
         client = await stack.enter_async_context(
             httpx.AsyncClient(base_url=f"http://{LOCAL}:{here.port}", timeout=LIMIT_S)
         )

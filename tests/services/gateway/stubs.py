@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -13,11 +14,12 @@ import grpc
 import httpx
 
 from protos.block.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
-from services.gateway.keys import ApiKeys
 from services.gateway.server import serving
 from services.gateway.settings import GatewaySettings
 from services.rpc.server import ServerSettings
+from services.security.access_settings import AccessSettings
 from tests.ports import free_port
+from tests.services.security.key_files import key_file
 from tests.services.waiting import LIMIT_S, PATIENCE_S, bound
 
 LOCAL = "127.0.0.1"
@@ -208,6 +210,7 @@ class Scheduler(scheduler_pb2_grpc.SchedulerServicer):
         self.events: list[str] = []  # of decisions and releases, in their order
         self.seen: asyncio.Queue[scheduler_pb2.ScheduleRequest] = asyncio.Queue()
         self.released: asyncio.Queue[common_pb2.ReleaseRequest] = asyncio.Queue()
+        self.drains_changed = asyncio.Condition()
         self.open = asyncio.Event()  # while it is cleared, no decision is made
         self.open.set()
         self.divides_always = False  # whatever a request asks for
@@ -284,6 +287,33 @@ class Scheduler(scheduler_pb2_grpc.SchedulerServicer):
         self.released.put_nowait(request)
         return common_pb2.ReleaseResponse(released=True)
 
+    async def WatchDrains(
+        self, request: scheduler_pb2.WatchDrainsRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[scheduler_pb2.WatchDrainsResponse]:
+        """Stream the instances that drain."""
+        while True:
+            draining = [one for one in self.instances if one.state == common_pb2.INSTANCE_STATE_DRAINING]
+            yield scheduler_pb2.WatchDrainsResponse(instances=draining, now_unix_s=time.time())
+            async with self.drains_changed:
+                await self.drains_changed.wait()
+
+    async def drain(self, instance_id: str, **drain: Any) -> None:
+        """Have an instance drain, by default at once; it is still chosen, as by a scheduler that does not know it."""
+        for one in self.instances:
+            if one.instance_id == instance_id:
+                one.state = common_pb2.INSTANCE_STATE_DRAINING
+                one.drain.CopyFrom(common_pb2.Drain(**{"deadline_unix_s": time.time(), **drain}))
+        async with self.drains_changed:
+            self.drains_changed.notify_all()
+
+    async def undrain(self, instance_id: str) -> None:
+        """Have an instance take requests again."""
+        for one in self.instances:
+            if one.instance_id == instance_id:
+                one.state = common_pb2.INSTANCE_STATE_READY
+        async with self.drains_changed:
+            self.drains_changed.notify_all()
+
     def Generate(self, request: scheduler_pb2.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         """Do nothing: gateways do not stream through schedulers."""
         raise NotImplementedError
@@ -328,7 +358,7 @@ async def scene(
     tracer: Any = None,
     **options: Any,
 ) -> AsyncIterator[Scene]:
-    """Start everything; `urls` come before those of the engines."""
+    """Start everything; `urls` come before those of the engines, and `keys` are tables of a key file."""
     async with AsyncExitStack() as stack:
         running = await stack.enter_async_context(engines(*answers))
         known = [*(urls or []), *(engine.url for engine in running)]
@@ -340,8 +370,9 @@ async def scene(
         settings = GatewaySettings(
             **{"schedulers": addresses, "schedule_s": PATIENCE_S, "connect_s": PATIENCE_S, **options}
         )
+        access = AccessSettings(api_key_file=stack.enter_context(key_file(*keys)))
         here = await stack.enter_async_context(
-            serving(settings, ServerSettings(**{"drain_s": 1.0, **(server or {})}), ApiKeys(keys), tracer=tracer)
+            serving(settings, ServerSettings(**{"drain_s": 1.0, "access": access, **(server or {})}), tracer=tracer)
         )
         client = await stack.enter_async_context(
             httpx.AsyncClient(base_url=f"http://{LOCAL}:{here.port}", timeout=LIMIT_S)

@@ -13,6 +13,7 @@ import pytest
 
 from protos.block.v1 import common_pb2
 from tests.services.gateway.stubs import COMPLETION, LOCAL, Call, Scene, completes, scene
+from tests.services.security.key_files import key
 from tests.services.waiting import run, until
 
 STOP, LENGTH = common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH
@@ -112,7 +113,7 @@ def test_a_kept_response_is_requested_and_continued_where_it_is() -> None:
     """GET, cancel and continuations go to its instance; another key does not find it."""
 
     async def test() -> None:
-        async with scene(responds, responds, keys=("ann sk-a", "bob sk-b")) as here:
+        async with scene(responds, responds, keys=(key("sk-a", "ann"), key("sk-b", "bob"))) as here:
             ann, bob = {"authorization": "Bearer sk-a"}, {"authorization": "Bearer sk-b"}
             here.scheduler.instances.reverse()  # so that it is made at e1, and others would go to e0
             made = (await here.client.post("/v1/responses", json=ASK, headers=ann)).json()["id"]
@@ -126,7 +127,7 @@ def test_a_kept_response_is_requested_and_continued_where_it_is() -> None:
             reply = await here.client.post("/v1/responses", json=more, headers=ann)
             assert (reply.status_code, reply.headers["x-block-instance"]) == (200, "e1")
             assert list(here.scheduler.asked[-1].exclude_instance_ids) == ["e0"]
-            assert "authorization" not in here.engines[1].calls[-1].headers
+            assert not {"authorization", "x-api-key"} & here.engines[1].calls[-1].headers.keys()
             for path in (f"/v1/responses/{made}", "/v1/responses/resp_unknown"):
                 assert (await here.client.get(path, headers=bob)).status_code == 404
             lost = await here.client.post("/v1/responses", json=more, headers=bob)
@@ -309,12 +310,12 @@ def test_errors_of_messages_have_the_shape_of_anthropic() -> None:
         call.die()
 
     async def test() -> None:
-        async with scene(dies, keys=("sk-a",)) as here:
+        async with scene(dies, keys=(key("sk-a"),)) as here:
             options = {"base_url": f"http://{LOCAL}:{here.port}", "max_retries": 0}
-            async with anthropic.AsyncAnthropic(auth_token="sk-wrong", **options) as client:  # type: ignore[arg-type]  # noqa: S106
+            async with anthropic.AsyncAnthropic(api_key="sk-wrong", **options) as client:  # type: ignore[arg-type]
                 with pytest.raises(anthropic.AuthenticationError, match="API key"):
                     await client.messages.create(**MESSAGE)  # type: ignore[arg-type]
-            async with anthropic.AsyncAnthropic(auth_token="sk-a", **options) as client:  # type: ignore[arg-type]  # noqa: S106
+            async with anthropic.AsyncAnthropic(api_key="sk-a", **options) as client:  # type: ignore[arg-type]
                 with pytest.raises(anthropic.BadRequestError, match="max_tokens: "):
                     await client.messages.create(**{**MESSAGE, "max_tokens": -1})  # type: ignore[arg-type]
                 stream = await client.messages.create(**MESSAGE, stream=True)  # type: ignore[call-overload]

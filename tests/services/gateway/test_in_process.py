@@ -14,7 +14,6 @@ import httpx
 import pytest
 
 from protos.block.v1 import scheduler_pb2, scheduler_pb2_grpc
-from services.gateway.keys import ApiKeys
 from services.gateway.server import InProcessDecisions, serving
 from services.gateway.settings import GatewaySettings
 from services.instances import Listed
@@ -55,7 +54,7 @@ async def gateway(*answers: Answer, instances: bool = True, **scheduler: Any) ->
             rpc=ServerSettings(),
         )
         settings = GatewaySettings(decide="in-process", schedule_s=2 * PATIENCE_S)
-        here = await stack.enter_async_context(serving(settings, ServerSettings(), ApiKeys(()), decisions))
+        here = await stack.enter_async_context(serving(settings, ServerSettings(), decisions))
         client = await stack.enter_async_context(
             httpx.AsyncClient(base_url=f"http://{LOCAL}:{here.port}", timeout=LIMIT_S)
         )

@@ -15,12 +15,12 @@ from protos.block.v1 import common_pb2
 from scheduler.decision import Decision
 from scheduler.instances import LATE, QUEUE_FULL, OverloadedError
 from scheduler.intentions import Shed
-from services.gateway.keys import ApiKeys
 from tests.services.files import replace_file
 from tests.services.gateway.stubs import STREAM, Call, Scene, completes, scene, streams
 from tests.services.gateway.test_failing import error_of
 from tests.services.gateway.test_in_process import gateway
 from tests.services.objective_tables import chat_table
+from tests.services.security.key_files import key
 from tests.services.waiting import run, until
 
 REAL, BEST = common_pb2.REQUEST_CLASS_REAL_TIME, common_pb2.REQUEST_CLASS_BEST_EFFORT
@@ -126,17 +126,19 @@ def test_without_a_table_the_scheduler_gets_the_name() -> None:
 
 def test_a_key_has_an_objective_of_its_own(table: str) -> None:
     """It applies to requests that name none; a table without it is refused."""
-    keys = ("alice secret-a objective=chat", "secret-b objective=batch", "secret-c")
+    keys = (
+        key("secret-a", "alice", objective="chat"), key("secret-b", "b", objective="batch"), key("secret-c", "c"),
+    )  # fmt: skip
 
     async def test() -> None:
         async with scene(completes, keys=keys, objectives=table) as here:
-            for key, headers, expected in (
+            for secret, headers, expected in (
                 ("secret-a", {}, ("alice", 3.0)),
                 ("secret-a", {"x-block-objective": "batch"}, ("alice", 1.0)),
-                ("secret-b", {"x-gateway-inference-objective": "chat"}, ("key-2", 3.0)),
-                ("secret-c", {}, ("key-3", 1.0)),
+                ("secret-b", {"x-gateway-inference-objective": "chat"}, ("b", 3.0)),
+                ("secret-c", {}, ("c", 1.0)),
             ):
-                response = await here.post(headers={"authorization": f"Bearer {key}", **headers})
+                response = await here.post(headers={"authorization": f"Bearer {secret}", **headers})
                 assert response.status_code == 200
                 request, _ = told(here)
                 assert (request.client_id, request.weight if request.HasField("weight") else 1.0) == expected
@@ -144,15 +146,10 @@ def test_a_key_has_an_objective_of_its_own(table: str) -> None:
             await here.post(headers={"authorization": "Bearer secret-a"})
             assert told(here)[0].objective == "chat"
         with pytest.raises(ValueError, match=r"objective: 'chatter' is missing, which is the objective of an API key"):
-            async with scene(keys=("k objective=chatter",), objectives=table):
+            async with scene(keys=(key("k", objective="chatter"),), objectives=table):
                 raise AssertionError
 
     run(test)
-    assert ApiKeys(keys).objectives == ("chat", "batch")
-    for line in ("k objective=", "a b c objective=chat"):
-        with pytest.raises(ValueError, match="api_keys: line 1 must"):
-            ApiKeys([line])
-    assert ApiKeys(["objective=chat"]).objectives == ()  # a key, as it was before
 
 
 def test_the_table_is_followed(table: str) -> None:

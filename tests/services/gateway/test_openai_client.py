@@ -12,6 +12,7 @@ import pytest
 
 from protos.block.v1 import common_pb2
 from tests.services.gateway.stubs import COMPLETION, DONE, LOCAL, Call, Scene, event, scene
+from tests.services.security.key_files import key
 from tests.services.waiting import run
 
 KEY = "sk-test"
@@ -51,9 +52,9 @@ def deltas() -> list[bytes]:
 
 
 @asynccontextmanager
-async def clients(here: Scene, key: str = KEY) -> AsyncIterator[openai.AsyncOpenAI]:
+async def clients(here: Scene, api_key: str = KEY) -> AsyncIterator[openai.AsyncOpenAI]:
     """Open the official client."""
-    async with openai.AsyncOpenAI(base_url=f"http://{LOCAL}:{here.port}/v1", api_key=key, max_retries=0) as client:
+    async with openai.AsyncOpenAI(base_url=f"http://{LOCAL}:{here.port}/v1", api_key=api_key, max_retries=0) as client:
         yield client
 
 
@@ -61,7 +62,7 @@ def test_completions() -> None:
     """Text completions, streamed or not, with usage."""
 
     async def test() -> None:
-        async with scene(chats, keys=(KEY,)) as here, clients(here) as client:
+        async with scene(chats, keys=(key(KEY),)) as here, clients(here) as client:
             whole = await client.completions.create(model="tiny", prompt="Say hello", max_tokens=5)
             assert whole.choices[0].text == "Hello world!"
             assert whole.usage is not None
@@ -77,7 +78,7 @@ def test_chats() -> None:
     """Chats, streamed or not, with usage; outcomes contain the counts in any case."""
 
     async def test() -> None:
-        async with scene(chats, keys=(KEY,)) as here, clients(here) as client:
+        async with scene(chats, keys=(key(KEY),)) as here, clients(here) as client:
             whole = await client.chat.completions.create(model="tiny", messages=HI)  # type: ignore[arg-type]
             assert whole.choices[0].message.content == "Hello."
             for options in ({}, {"stream_options": {"include_usage": True}}):
@@ -98,7 +99,7 @@ def test_errors() -> None:
     """The client raises its own exceptions, by status, also for an error within a stream."""
 
     async def test() -> None:
-        async with scene(chats, keys=(KEY,)) as here:
+        async with scene(chats, keys=(key(KEY),)) as here:
             async with clients(here, "wrong") as client:
                 with pytest.raises(openai.AuthenticationError):
                     await client.models.list()

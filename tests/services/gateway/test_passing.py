@@ -13,6 +13,7 @@ import pytest
 from protos.block.v1 import common_pb2
 from services.gateway.server import listening
 from tests.services.gateway.stubs import COMPLETION, DONE, LOCAL, STREAM, Call, completes, event, scene, streams
+from tests.services.security.key_files import key
 from tests.services.waiting import LIMIT_S, run
 
 PATHS = ("/v1/completions", "/v1/chat/completions")
@@ -199,7 +200,7 @@ def test_an_api_key_says_who_the_client_is() -> None:
     """A client cannot name another one, neither to the scheduler nor to the engine."""
 
     async def test() -> None:
-        async with scene(completes, keys=("tenant-a secret-a",)) as here:
+        async with scene(completes, keys=(key("secret-a", "tenant-a"),)) as here:
             await here.post(headers={"authorization": "Bearer secret-a"}, vllm_xargs={"block_client_id": "tenant-b"})
             assert json.loads(here.engines[0].calls[0].body)["vllm_xargs"] == {"block_client_id": "tenant-a"}
             assert here.scheduler.asked[0].request.client_id == "tenant-a"

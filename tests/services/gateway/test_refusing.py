@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.gateway.keys import ApiKeys
 from services.gateway.settings import GatewaySettings
 from services.http.errors import ApiError
 from services.http.openai_body import read_body
 from tests.services.gateway.stubs import COMPLETION, LOCAL, Call, completes, scene
 from tests.services.gateway.test_failing import error_of
+from tests.services.security.key_files import key
 from tests.services.waiting import run
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -208,7 +207,7 @@ def test_clients_without_a_key_are_refused() -> None:
     bad = ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret"}, {"authorization": "Bearer"})
 
     async def test() -> None:
-        async with scene(completes, keys=("# team keys", "", "alice secret", "other")) as here:
+        async with scene(completes, keys=(key("secret", "alice"), key("other", "bob", tenant="guests"))) as here:
             for headers in bad:
                 response = await here.post(headers=headers)
                 assert (response.status_code, error_of(response)["code"]) == (401, "invalid_api_key")
@@ -216,24 +215,12 @@ def test_clients_without_a_key_are_refused() -> None:
             assert (await here.client.get("/v1/models")).status_code == 401
             assert (await here.client.get("/health")).status_code == 200
             assert (await here.post(headers={"authorization": "bearer secret"})).status_code == 200
-            assert (await here.post(headers={"authorization": "Bearer other"})).status_code == 200
-            assert [asked.request.client_id for asked in here.scheduler.asked] == ["alice", "key-4"]
-            assert "authorization" not in here.engines[0].calls[0].headers
+            assert (await here.post(headers={"x-api-key": "other"})).status_code == 200
+            assert [asked.request.client_id for asked in here.scheduler.asked] == ["alice", "guests"]
+            for call in here.engines[0].calls:
+                assert {"authorization", "x-api-key"}.isdisjoint(call.headers)
 
     run(test)
-
-
-def test_keys_are_read_from_a_file(tmp_path: Path) -> None:
-    """A file without keys would refuse every client, and is an error; a bad line is an error that does not show it."""
-    path = tmp_path / "keys"
-    path.write_text("# no keys\n")
-    with pytest.raises(ValueError, match="holds no keys"):
-        ApiKeys.from_file(str(path))
-    path.write_text("a b secret\n")
-    with pytest.raises(ValueError, match="api_keys: line 1") as refused:
-        ApiKeys.from_file(str(path))
-    assert "secret" not in str(refused.value)
-    assert len(ApiKeys([])) == 0
 
 
 def test_garbage_on_the_wire() -> None:

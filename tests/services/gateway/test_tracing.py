@@ -11,7 +11,6 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from protos.block.v1 import scheduler_pb2_grpc
-from services.gateway.keys import ApiKeys
 from services.gateway.server import serving
 from services.gateway.settings import GatewaySettings
 from services.instances import Listed
@@ -53,7 +52,7 @@ async def through_a_scheduler(recorder: SpanRecorder) -> AsyncIterator[tuple[htt
         register = partial(scheduler_pb2_grpc.add_SchedulerServicer_to_server, service)
         rpc = await stack.enter_async_context(rpc_serving(ServerSettings(), [register], registry))
         gateway = GatewaySettings(schedulers=(f"{LOCAL}:{rpc.port}",), schedule_s=PATIENCE_S, connect_s=PATIENCE_S)
-        here = await stack.enter_async_context(serving(gateway, ServerSettings(), ApiKeys(()), tracer=recorder.tracer))
+        here = await stack.enter_async_context(serving(gateway, ServerSettings(), tracer=recorder.tracer))
         client = httpx.AsyncClient(base_url=f"http://{LOCAL}:{here.port}", timeout=LIMIT_S)
         yield await stack.enter_async_context(client), engine
 

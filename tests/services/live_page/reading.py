@@ -10,13 +10,14 @@ from typing import Any
 
 import httpx
 
-from services.gateway.keys import ApiKeys
 from services.gateway.server import InProcessDecisions, serving
 from services.gateway.settings import GatewaySettings
 from services.instances import Listed
 from services.placement.settings import SchedulerSettings
 from services.rpc.settings import ServerSettings
+from services.security.access_settings import AccessSettings
 from tests.services.gateway.stubs import LOCAL, completes, engines
+from tests.services.security.key_files import key_file
 from tests.services.stub_sidecars import StubSidecar, sidecars
 from tests.services.waiting import LIMIT_S, PATIENCE_S
 
@@ -87,7 +88,8 @@ async def paged(*, keys: Sequence[str] = (), drain_s: float = 1.0, **scheduler: 
             source=Listed([stub.instance for stub in stubs]),
         )
         settings = GatewaySettings(decide="in-process", schedule_s=2 * PATIENCE_S)
-        server = ServerSettings(drain_s=drain_s)
-        here = await stack.enter_async_context(serving(settings, server, ApiKeys(keys), decisions))
+        access = AccessSettings(api_key_file=stack.enter_context(key_file(*keys)))
+        server = ServerSettings(drain_s=drain_s, access=access)
+        here = await stack.enter_async_context(serving(settings, server, decisions))
         client = httpx.AsyncClient(base_url=f"http://{LOCAL}:{here.port}", timeout=LIMIT_S)
         yield Paged(client=await stack.enter_async_context(client), sidecars=stubs)

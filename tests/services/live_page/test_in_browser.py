@@ -17,6 +17,7 @@ import pytest
 
 from tests.services.live_page.browser import ENGINES, PHONE, PICTURES, Watched, page_at, picture, texts, watched
 from tests.services.live_page.reading import paged
+from tests.services.security.key_files import key
 from tests.services.waiting import PATIENCE_S, until
 
 pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("cluster")]
@@ -229,17 +230,17 @@ def test_a_key_is_asked_for(here: Watched) -> None:
     """A wrong key is refused, the right one opens the page; it is in no address."""
 
     async def test() -> None:
-        async with paged(keys=["team secret"]) as behind:
+        async with paged(keys=[key("secret", "team", role="operator")]) as behind:
             addresses: list[str] = []
             url = str(behind.client.base_url.join("/ui"))
             async with page_at(here.browser, url, refused=True) as page:
                 page.on("request", lambda request: addresses.append(request.url))
-                for key in ("wrong", "secret"):
+                for text in ("wrong", "secret"):
                     await page.locator("#key-form").wait_for()
-                    await page.locator("#key").fill(key)
+                    await page.locator("#key").fill(text)
                     await page.keyboard.press("Enter")
                     await page.locator(
-                        "#about", has_text="may not open" if key == "wrong" else "2 instances"
+                        "#about", has_text="may not open" if text == "wrong" else "2 instances"
                     ).wait_for()
                 await page.get_by_role("button", name="a", exact=True).wait_for()
                 assert addresses

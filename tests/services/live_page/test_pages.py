@@ -8,10 +8,10 @@ from contextlib import AsyncExitStack
 import httpx
 import pytest
 
-from services.gateway.keys import ApiKeys
 from services.live_page.pages import FILES
 from services.placement.tail import MAX_READERS
 from tests.services.live_page.reading import TailOfPage, has, paged
+from tests.services.security.key_files import key
 from tests.services.waiting import LIMIT_S, run, until
 
 
@@ -97,36 +97,21 @@ def test_a_decision_with_its_candidates() -> None:
 
 
 def test_keys_are_asked_for() -> None:
-    """With keys, the page's files are open and its data are not; keys of operators only, where there are some."""
+    """With keys, the page's files are open, and its data are for operators."""
 
     async def test() -> None:
-        async with paged(keys=["team secret-1", "boss secret-2 operator"]) as here:
+        async with paged(keys=[key("secret-1", "team"), key("secret-2", "boss", role="operator")]) as here:
             assert (await here.client.get("/ui")).status_code == 200
             for path in ("/ui/tail", "/ui/decision?request_id=one"):
                 assert (await here.client.get(path)).status_code == 401
                 assert (await here.client.get(path, headers=bearer("other"))).status_code == 401
                 refused = await here.client.get(path, headers=bearer("secret-1"))
-                assert (refused.status_code, "operators" in refused.json()["error"]["message"]) == (403, True)
+                assert (refused.status_code, "operator" in refused.json()["error"]["message"]) == (403, True)
             assert (await here.client.get("/ui/decision?request_id=one", headers=bearer("secret-2"))).status_code == 404
             async with here.tail(**bearer("secret-2")) as tail:
                 assert (await tail.next())["reset"]
 
     run(test)
-
-
-@pytest.mark.parametrize(
-    ("lines", "may"),
-    [
-        (["team a", "boss b operator"], [False, True]),
-        (["team a", "boss b objective=chat operator"], [False, True]),
-        (["team a", "b"], [True, True]),
-    ],
-)
-def test_operators_of_a_key_file(lines: list[str], may: list[bool]) -> None:
-    """Where a key is an operator's, only such keys open the page."""
-    keys = ApiKeys(lines)
-    holders = [keys.holder(f"Bearer {key}".encode()) for key in "ab"]
-    assert [holder is not None and keys.may_operate(holder) for holder in holders] == may
 
 
 def test_readers_are_limited_and_instances_report_for_them_only() -> None:

@@ -8,7 +8,6 @@ import json
 import httpx
 from prometheus_client import CollectorRegistry
 
-from services.gateway.keys import ApiKeys
 from services.gateway.scheduler_tails import MAX_FRAMES, SchedulerTails
 from services.gateway.server import serving
 from services.gateway.settings import GatewaySettings
@@ -93,7 +92,7 @@ def test_a_gateway_shows_its_schedulers_and_its_own_counters() -> None:
     async def test() -> None:
         async with sidecars("a", "b") as stubs, scheduler(stubs) as one:
             settings = GatewaySettings(schedulers=(f"127.0.0.1:{one.port}",))
-            async with serving(settings, ServerSettings(), ApiKeys(())) as here:
+            async with serving(settings, ServerSettings()) as here:
                 client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{here.port}", timeout=LIMIT_S)
                 async with client, client.stream("GET", "/ui/tail") as response:
                     tail = TailOfPage(lines=response.aiter_lines())

@@ -18,7 +18,6 @@ from services.explanations import in_short, table_of
 from services.placement.decision_log import DecisionLog
 from services.placement.decision_recorder import MAX_PENDING, DecisionRecorder
 from services.placement.metrics import SchedulerMetrics
-from services.placement.service import is_local
 from tests.services.scheduler_server.running import STOP, Client, refused, run, scheduler, statuses, until
 from tests.services.stub_sidecars import sidecars
 
@@ -347,21 +346,3 @@ def test_the_policy_is_switched_without_losing_a_request() -> None:
             assert sum(len(stub.reserved_ids) for stub in stubs) >= 4
 
     run(test)
-
-
-@pytest.mark.parametrize(
-    ("peer", "local"),
-    [
-        ("ipv4:127.0.0.1:41234", True),
-        ("ipv6:%5B::1%5D:41234", True),
-        ("unix:", True),
-        ("ipv4:10.0.0.7:41234", False),
-        ("ipv4:128.0.0.1:127", False),
-        ("ipv6:%5Bfe80::1%5D:41234", False),
-        ("ipv6:%5B::127.0.0.1%5D:1", False),
-        ("", False),
-    ],
-)
-def test_policies_are_switched_from_the_schedulers_own_machine_only(peer: str, local: bool) -> None:
-    """The address of the peer decides; an unknown peer is refused."""
-    assert is_local(peer) == local

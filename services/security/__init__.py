@@ -1,0 +1,1 @@
+"""Who may connect, and who may do what."""
