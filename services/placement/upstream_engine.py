@@ -14,11 +14,11 @@ from services.http.client import Connection, Headers, HttpClient, ReadInterrupte
 from services.http.engine_arguments import arguments_of, with_arguments
 from services.http.kv_transfer import PrefilledPrompt, decode_body
 from services.http.openai_body import KV_TRANSFER_PARAMS, OpenAIRequest, conversation_texts, read_body
+from services.http.paths import CHAT, COMPLETIONS
 from services.http.proxying import OK, SERVER_ERROR
 from services.http.sse import DONE, StreamReader, data_of
 from services.instances import Instance
 
-COMPLETIONS, CHAT = b"/v1/completions", b"/v1/chat/completions"
 MAX_ERROR_BYTES = 64 * 1024
 RETRIABLE = (408, 409, 425, 429)  # client errors that another engine may not return
 
