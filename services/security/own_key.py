@@ -66,15 +66,6 @@ class OwnKey:
             log_event(log, logging.INFO, "own API key changed", file=file.path)
 
 
-NO_OWN_KEY = OwnKey()
-
-
-@cache
-def own_key(path: str) -> OwnKey:
-    """Return the key of a file, one for all channels of this process; without a path, none."""
-    return OwnKey(path) if path else NO_OWN_KEY
-
-
 def key_from_file(path: str) -> str:
     """Read a file that holds one key; errors name the file, and show nothing of it."""
     key = read_text(path).strip()
@@ -86,3 +77,12 @@ def key_from_file(path: str) -> str:
 def metadata_of(key: str) -> tuple[tuple[str, str], ...]:
     """Return the metadata that show a key."""
     return (("authorization", f"Bearer {key}"),) if key else ()
+
+
+NO_OWN_KEY = OwnKey()
+
+
+@cache
+def own_key(path: str) -> OwnKey:
+    """Return the key of a file, one for all channels of this process; without a path, none."""
+    return OwnKey(path) if path else NO_OWN_KEY

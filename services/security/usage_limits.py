@@ -114,7 +114,7 @@ def _bucket(per_minute: int | None) -> TokenBucket | None:
     return None if per_minute is None else TokenBucket(capacity=per_minute, per_s=per_minute / MINUTE_S)
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class MeteredRequest:
     """One request under way, and the meters that count it."""
 
