@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup test slow check vllm helm envoy dashboards browser demo docs clean
+.PHONY: setup test slow check lock audit vllm helm envoy dashboards browser demo docs clean
 
 # tests that need a program of their own, each with a target
 NOT_APART := not vllm and not helm and not envoy and not prometheus and not browser
@@ -40,6 +40,17 @@ check: setup
 	$(BIN)/python scripts/generate_reference.py --check
 	$(BIN)/python scripts/generate_metrics_reference.py --check
 	$(BIN)/python scripts/generate_dashboards.py --check
+	$(BIN)/python scripts/lock_dependencies.py --check
+
+# versions, hashes and licences of the image's packages; UPGRADE=--upgrade takes the newest versions
+lock: setup
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
+	PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/python scripts/lock_dependencies.py $(UPGRADE)
+	$(BIN)/python scripts/generate_licences.py
+
+# known vulnerabilities of the image's packages, from a public database; exit status 3 where that cannot be reached
+audit: .venv/installed
+	$(PYTHON) scripts/audit_dependencies.py .venv-audit
 
 .venv/docs-ready: .venv/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[docs]'

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any, Literal
 from length_tagger.estimate import MAX_TOKENS
 
 Part = Literal["train", "validation", "test"]
+Follow = Callable[[Iterable[tuple[int, Any]]], Iterable[tuple[int, Any]]]
 
 VALIDATION_SHARE = 0.1
 TEST_SHARE = 0.2
@@ -42,12 +43,15 @@ class Sample:
                 raise ValueError(f"output_tokens: must lie between 1 and {MAX_TOKENS}, not {tokens}")
 
 
-def read_samples(path: str | Path) -> list[Sample]:
-    """Read rows with prompt, output_tokens, and optionally model and kind; errors name the file and the row."""
+def read_samples(path: str | Path, follow: Follow = iter) -> list[Sample]:
+    """Read rows with prompt, output_tokens, and optionally model and kind; errors name the file and the row.
+
+    `follow` gets the rows and returns them; it may count them on the way.
+    """
     path = Path(path)
     samples: list[Sample] = []
     try:
-        for number, row in _rows(path):
+        for number, row in follow(_rows(path)):
             try:
                 samples.append(sample_from(row))
             except ValueError as error:

@@ -152,8 +152,8 @@ async def send(
     while not (await read(call)).request_body.response.body_mutation.streamed_response.end_of_stream:
         pass
     await asyncio.sleep(STAY_S)
-    told = header_map({":status": "200", "content-type": "application/json"})
-    await call.write(wire.ProcessingRequest(response_headers=wire.HttpHeaders(headers=told)))
+    replied = header_map({":status": "200", "content-type": "application/json"})
+    await call.write(wire.ProcessingRequest(response_headers=wire.HttpHeaders(headers=replied)))
     await read(call)
     await call.write(wire.ProcessingRequest(response_body=wire.HttpBody(body=RESPONSE, end_of_stream=True)))
     await read(call)

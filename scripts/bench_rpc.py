@@ -147,7 +147,7 @@ async def _taken(pid: int, call: Call, calls: int, pause_s: float) -> tuple[floa
 
 
 async def _nothing() -> None:
-    """Call nobody."""
+    """Call no server."""
 
 
 async def _there_and_back(stream: Any) -> None:

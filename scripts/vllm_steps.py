@@ -36,7 +36,7 @@ def stepped(model: str, budget_s: float) -> list[list[float]]:
 
     engine = LLMEngine.from_engine_args(
         EngineArgs(
-            model=model, load_format="dummy", enforce_eager=True, max_model_len=LONGEST, block_size=BLOCK_SIZE,
+            model=model, load_format="dummy", max_model_len=LONGEST, block_size=BLOCK_SIZE,
             num_gpu_blocks_override=NUM_BLOCKS + 1, max_num_seqs=SEATS, max_num_batched_tokens=STEP_TOKENS,
             distributed_executor_backend="uni", enable_prefix_caching=False,
         )

@@ -16,6 +16,7 @@ from google.protobuf.json_format import ParseDict, ParseError
 from predictor.lengths import Tag
 from predictor.request import RequestFacts
 from protos.block.v1 import common_pb2
+from simulator.progress import followed
 
 EVENTS = ("decision", "outcome")
 COMPLETED = (common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH)
@@ -140,7 +141,8 @@ def _lines(path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
         raise ValueError(f"{path}: no such file")
     for file in files:
         with file.open("rb") as opened:
-            for number, raw in enumerate(opened, 1):
+            num_bytes = file.stat().st_size
+            for number, raw in enumerate(followed(opened, f"reading {file.name}", num_bytes, size=len), 1):
                 place = f"{file}:{number}"
                 try:
                     line = json.loads(raw)

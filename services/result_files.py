@@ -18,6 +18,7 @@ from simulator.experiments.report import as_html, as_json, as_markdown
 from simulator.experiments.source_digest import source_digest
 from simulator.metrics import request_table
 from simulator.parallel import Runner
+from simulator.progress import followed
 from simulator.result import RunResult
 from simulator.run_page import ServedRun, run_page
 from simulator.timeline import trace_events
@@ -31,7 +32,9 @@ def write_csv(columns: Mapping[str, np.ndarray], out: TextIO) -> None:
     """Write columns as CSV; NaN becomes an empty cell."""
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(columns)
-    writer.writerows(zip(*(_cells(column) for column in columns.values()), strict=True))
+    rows = zip(*(_cells(column) for column in columns.values()), strict=True)
+    num_rows = len(next(iter(columns.values()), ()))
+    writer.writerows(followed(rows, "writing rows", num_rows))
 
 
 def _cells(column: np.ndarray) -> list[Any]:
@@ -68,7 +71,7 @@ def write_timeline(result: RunResult, path: Path) -> None:
     """Write a run as a trace for Perfetto or chrome://tracing."""
     with path.open("w", encoding="utf-8") as out:
         out.write('{"displayTimeUnit": "ms", "traceEvents": [')
-        for number, event in enumerate(trace_events(result)):
+        for number, event in enumerate(followed(trace_events(result), "writing the timeline")):
             out.write((",\n" if number else "\n") + json.dumps(event, allow_nan=False))
         out.write("\n]}\n")
 

@@ -17,6 +17,7 @@ from predictor.prefix import block_hashes
 from predictor.request import RequestFacts
 from predictor.snapshot import OLDEST_VERSION, VERSION, Snapshot
 from predictor.suggestions import require_known
+from simulator.progress import followed
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
@@ -94,7 +95,8 @@ def requests_from_file(path: str, *, block_size: int) -> list[RequestFacts]:
     """Read requests from JSON lines, a JSON array or CSV with a header; the error for an invalid one has its index."""
     requests = []
     seen: set[str] = set()
-    for index, data in enumerate(_rows(path)):
+    rows, num_rows = _rows(path)
+    for index, data in enumerate(followed(rows, "reading requests", num_rows)):
         try:
             request = request_from(data, block_size=block_size, default_id=str(index))
             if request.request_id in seen:
@@ -108,13 +110,16 @@ def requests_from_file(path: str, *, block_size: int) -> list[RequestFacts]:
     return requests
 
 
-def _rows(path: str) -> Iterable[Any]:
-    if path.endswith(".csv"):
-        return [_typed(row) for row in csv.DictReader(read_text(path).splitlines())]
+def _rows(path: str) -> tuple[Iterable[Any], int]:
+    """Return the rows of a file, which are parsed one by one, and about how many there are."""
     text = read_text(path)
-    if text.lstrip().startswith("["):
-        return list(_parsed(path, text, 1))
-    return [_parsed(path, line, number) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+    if not path.endswith(".csv") and text.lstrip().startswith("["):
+        rows = list(_parsed(path, text, 1))
+        return rows, len(rows)
+    lines = text.splitlines()
+    if path.endswith(".csv"):
+        return map(_typed, csv.DictReader(lines)), len(lines)
+    return (_parsed(path, line, number) for number, line in enumerate(lines, 1) if line.strip()), len(lines)
 
 
 def _parsed(path: str, text: str, line: int) -> Any:

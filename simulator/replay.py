@@ -12,13 +12,14 @@ from predictor.gain import ServedRequests, default_levels, service_levels_of
 from predictor.request import RequestFacts
 from predictor.state import NONE
 from predictor.step_time import StepTime
+from simulator.progress import followed
 
 
 def replay(config: EngineConfig, step_time: StepTime, requests: Sequence[RequestFacts]) -> list[Outcome]:
     """Serve all requests from event to event; return their outcomes in the order of the requests."""
     engine = loaded_engine(config, step_time, requests)
     engine.advance()
-    return [engine.outcome(request.request_id) for request in requests]
+    return [engine.outcome(request.request_id) for request in followed(requests, "reading results", len(requests))]
 
 
 def served_requests(requests: Sequence[RequestFacts], outcomes: Sequence[Outcome]) -> ServedRequests:
@@ -52,7 +53,7 @@ def loaded_engine(config: EngineConfig, step_time: StepTime, requests: Sequence[
     """Make an engine to which all requests have been added; an invalid request is rejected by its index."""
     engine = Engine(config, step_time)
     by_id = {request.request_id: rank for rank, request in enumerate(sorted(requests, key=lambda r: r.request_id))}
-    for index, request in enumerate(requests):
+    for index, request in enumerate(followed(requests, "adding requests", len(requests))):
         try:
             if request.length() is None:
                 raise ValueError("output_tokens: is missing")

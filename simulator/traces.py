@@ -5,13 +5,14 @@ from __future__ import annotations
 import csv
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 from predictor.request import RequestFacts
 from simulator.codec import read_text, requests_from_file
+from simulator.progress import followed
 
 T = TypeVar("T")
 
@@ -104,23 +105,24 @@ FORMATS = (
 
 def trace_from(path: str) -> Trace:
     """Read a trace; its columns determine the format."""
-    rows = _rows(path)
-    first = rows[0][1] if rows else {}
-    if "prompt_tokens" in first or "prompt_token_ids" in first or not rows:
+    text = read_text(path)
+    first_row, first = next(iter(_rows(path, text)), (0, {}))
+    if "prompt_tokens" in first or "prompt_token_ids" in first or not first_row:
         return _own(path)
     for form in FORMATS:
         if form.matches(first):
-            requests = [_request(path, row, form) for row in rows]
+            rows = followed(_rows(path, text), "reading requests", text.count("\n"))
+            read = [(row[0], _request(path, row, form)) for row in rows]
             return Trace(
-                requests=requests,
+                requests=[request for _, request in read],
                 has_arrivals=form.arrival is not None,
                 block_tokens=form.block_tokens,
-                rows=tuple(number for number, _ in rows),
+                rows=tuple(number for number, _ in read),
                 arrival_column=form.arrival,
             )
     columns = ", ".join(list(first)[:8]) or "nothing"
     raise ValueError(
-        f"{path}: row {rows[0][0]}: has neither prompt_tokens nor the columns of a known trace, but {columns}"
+        f"{path}: row {first_row}: has neither prompt_tokens nor the columns of a known trace, but {columns}"
     )
 
 
@@ -132,14 +134,17 @@ def _own(path: str) -> Trace:
     return Trace(requests=requests)
 
 
-def _rows(path: str) -> list[Row]:
-    text = read_text(path)
+def _rows(path: str, text: str) -> Iterator[Row]:
     if not text.lstrip().startswith(("{", "[")):
         reader = csv.DictReader(text.splitlines())
-        return [(reader.line_num, row) for row in reader]
-    if text.lstrip().startswith("["):
-        return [(1, {"prompt_tokens": None})]  # only the project's own format is an array; `_own` reads it
-    return [(number, _object(path, number, line)) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+        for row in reader:
+            yield reader.line_num, row
+    elif text.lstrip().startswith("["):
+        yield 1, {"prompt_tokens": None}  # only the project's own format is an array; `_own` reads it
+    else:
+        for number, line in enumerate(text.splitlines(), 1):
+            if line.strip():
+                yield number, _object(path, number, line)
 
 
 def _object(path: str, number: int, line: str) -> Mapping[str, Any]:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from simulator.scenario import Scenario
     from simulator.workload import Workload
 
-RULE = "slide_batching"  # the one that tells urgent requests from the others
+RULE = "slide_batching"  # the one that distinguishes urgent requests
 LOOK_S = 1.0
 
 

@@ -407,7 +407,7 @@ def _why_not(system: _System, name: str, names: Sequence[str]) -> str:
     if _alike(system, name, ()) == 1.0:
         return "has no effect on this window"
     if _alike(system, name, names) >= ALIKE:
-        return f"cannot be told apart from {' and '.join(names)} here"
+        return f"cannot be separated from {' and '.join(names)} here"
     return "explains nothing more"
 
 

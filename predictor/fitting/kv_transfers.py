@@ -16,7 +16,7 @@ MIN_TRANSFERS = 6
 MIN_RATIO = 2.0  # of the largest to the smallest transfer
 LEAST_BYTE_S = 1e-15  # where the number of descriptors explains all
 LEAST_SHARE = 0.1  # of the median: errors of quicker transfers count relative to this
-VARIES = 0.3  # coefficient of variation of descriptors per byte from which their own cost can be told
+VARIES = 0.3  # coefficient of variation of descriptors per byte from which their own cost can be fitted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class FittedTransfers:
 def fit_transfers(transfers: Sequence[MeasuredTransfer], block_size: int) -> FittedTransfers:
     """Fit to the medians of equal transfers, by relative errors; ValueError if they are too few or too much alike.
 
-    The cost of a descriptor can be told only where their number does not grow with the bytes: blocks that lie side by
+    The cost of a descriptor can be fitted only where their number does not grow with the bytes: blocks that lie side by
     side need fewer. Otherwise it is a part of the bandwidth, and kv_transfer_block_s is 0.
     """
     if len(transfers) < MIN_TRANSFERS:

@@ -12,6 +12,7 @@ from predictor.fitting.model_shape import WeightBytes
 BYTES_OF_DTYPE = {"bfloat16": 2, "float16": 2, "half": 2, "float32": 4, "float": 4, "fp8": 1}
 BYTES_OF_CACHE = BYTES_OF_DTYPE | {"fp8_e4m3": 1, "fp8_e5m2": 1, "fp8_inc": 1, "nvfp4": 9 / 16}
 DEFAULT_DTYPE = "bfloat16"
+FULL_PRECISION = ("float32", "float")
 METHODS = ("awq", "bitsandbytes", "compressed-tensors", "fbgemm_fp8", "fp8", "gptq", "modelopt", "mxfp4", "quark")
 FIELD = "quantization_config"
 # Bits of scales per weight: one byte for 32 weights (mxfp4), for 16 (nvfp4).
@@ -31,8 +32,12 @@ class Quantization:
 
 
 def dtype_of(config: Mapping[str, Any]) -> str:
-    """Return the type of the weights that are not quantized."""
-    return str(config.get("torch_dtype") or config.get("dtype") or DEFAULT_DTYPE).removeprefix("torch.")
+    """Return the type in which vLLM holds the weights that are not quantized.
+
+    By default vLLM converts models of 32-bit numbers (`_resolve_auto_dtype` in vllm/config/model.py).
+    """
+    dtype = str(config.get("torch_dtype") or config.get("dtype") or DEFAULT_DTYPE).removeprefix("torch.")
+    return DEFAULT_DTYPE if dtype in FULL_PRECISION else dtype
 
 
 def dtype_bytes(config: Mapping[str, Any]) -> int:

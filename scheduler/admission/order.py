@@ -49,7 +49,7 @@ def by_priority(waiting: Sequence[WaitingRequest], now_s: float) -> int:
 class FairTurns:
     """Tenants take turns by tokens: the next request is of the tenant that was served fewest.
 
-    A tenant that comes, or comes back, starts level with the one that was served fewest so far: nobody saves up turns.
+    A tenant that comes, or comes back, starts level with the one that was served fewest: no tenant saves up turns.
     """
 
     def __init__(self) -> None:

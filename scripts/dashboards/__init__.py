@@ -6,9 +6,10 @@ from scripts.dashboards.fleet import FLEET
 from scripts.dashboards.forecasts import FORECASTS
 from scripts.dashboards.lengths import LENGTHS
 from scripts.dashboards.overview import OVERVIEW
+from scripts.dashboards.picker import PICKER
 from scripts.dashboards.router import ROUTER
 from scripts.dashboards.slos import SLOS
 
 __all__ = ["DASHBOARDS", "Dashboard"]
 
-DASHBOARDS = (OVERVIEW, ROUTER, FORECASTS, FLEET, LENGTHS, DISAGGREGATION, SLOS)
+DASHBOARDS = (OVERVIEW, ROUTER, FORECASTS, FLEET, LENGTHS, DISAGGREGATION, SLOS, PICKER)

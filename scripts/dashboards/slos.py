@@ -130,7 +130,7 @@ SLOS = Dashboard(
     rows=(
         DashboardRow(title="Now", panels=NOW),
         DashboardRow(title="Error budget", panels=BURN),
-        DashboardRow(title="Attained by whom", panels=WHO),
+        DashboardRow(title="Attainment by group", panels=WHO),
         DashboardRow(title="Admission", panels=ADMISSION),
     ),
 )

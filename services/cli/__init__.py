@@ -9,6 +9,7 @@ from typing import NoReturn
 import click
 
 from services.cli.lazy_group import LazyCommand, LazyGroup
+from services.cli.progress_bars import loop_bars
 
 BAD_INPUT = 2
 COMMANDS = {
@@ -49,7 +50,8 @@ def block() -> None:
 def main() -> NoReturn:
     """Run the command line; bad input ends it with one line and status 2."""
     try:
-        status = block.main(standalone_mode=False)
+        with loop_bars():
+            status = block.main(standalone_mode=False)
     except click.ClickException as error:
         _fail(error.format_message())
     except click.Abort:

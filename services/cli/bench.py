@@ -7,12 +7,14 @@ import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from services.cli.output_files import require_folder
+from services.cli.progress_bars import bar
 from services.cli.settings_options import SettingValues, settings_options
 from services.load.request_format import RequestFormat
 from services.load.running import LoadLimits
@@ -25,7 +27,6 @@ if TYPE_CHECKING:
     from simulator.load_report import RequestResult
     from simulator.mix import MixEntry
 
-SHOW_BAR_S = 2.0
 MODELS_S = 10.0
 KEY_VARIABLES = ("BLOCK_BENCH_API_KEY", "OPENAI_API_KEY")
 SETTINGS = CommandSettings("bench", BenchSettings, RequestFormat, LoadLimits, environment=("BLOCK_BENCH",))
@@ -128,7 +129,7 @@ async def measured(
 
     if not form.model:
         form = replace(form, model=await only_model(origin, form))
-    with progress(len(plan), plan[-1].due_s / form.time_scale) as ended:
+    with progress(len(plan)) as ended:
         return await run_plan(plan, origin, form, limits, ended)
 
 
@@ -188,13 +189,11 @@ def write_windows(
 
 
 @contextmanager
-def progress(num: int, last_due_s: float) -> Iterator[Callable[[RequestResult], None]]:
-    """Show a bar on a terminal, for runs that take a while."""
-    if not sys.stderr.isatty() or last_due_s < SHOW_BAR_S:
-        yield lambda _: None
-        return
-    with click.progressbar(length=num, label="requests", show_pos=True, file=sys.stderr) as bar:
-        yield lambda _: bar.update(1)
+def progress(num: int) -> Iterator[Callable[[RequestResult], None]]:
+    """Count the results of requests in a bar."""
+    with bar(num, "requests") as at:
+        done = count(1)
+        yield lambda _: at(next(done))
 
 
 @contextmanager

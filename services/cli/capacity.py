@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import asdict
 from typing import Any
 
@@ -12,6 +11,7 @@ import click
 from services.cli.capacity_goodput import find_goodput
 from services.cli.first_use import say_if_compiling
 from services.cli.mix_options import mix_option, refuse_given, with_mix
+from services.cli.progress_bars import show_line
 from services.cli.simulate_options import policies_in, policy_option, runner_for, scenario_of, scenario_options
 from services.settings import default_of
 from simulator.capacity import Capacity, LatencyObjective, Search, Trial, capacities, gain
@@ -149,17 +149,11 @@ def capacity(
     def show(trial: Trial, value_s: float) -> None:
         nonlocal num_trials
         num_trials += 1
-        if sys.stderr.isatty():
-            print(
-                f"\r{num_trials} trials, last: {trial.policy} at {trial.rate:.2f}/s, {value_s:.2f} s\x1b[K",
-                end="",
-                file=sys.stderr,
-            )
+        show_line(f"{num_trials} trials, last: {trial.policy} at {trial.rate:.2f}/s, {value_s:.2f} s")
 
     with runner_for(workers, ray) as runner:
         found = capacities([(scenario, policy) for policy in chosen], objective, search, runner, show)
-    if sys.stderr.isatty():
-        print("\r\x1b[K", end="", file=sys.stderr)
+    show_line()
     if as_json:
         print(
             json.dumps({"num_instances": num, "objective": asdict(objective), "policies": [asdict(f) for f in found]})

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from services.cli.progress_bars import show_line
 from services.cli.slo_bound_lines import SHARES, bound_lines, bound_of
 from simulator.capacity import half_width
 from simulator.goodput import Goodput, GoodputCase, GoodputGoal, goodputs, with_deadlines
@@ -39,8 +39,7 @@ def find_goodput(
     def on_trial() -> None:
         nonlocal num_trials
         num_trials += 1
-        if sys.stderr.isatty():
-            print(f"\r{num_trials} trials\x1b[K", end="", file=sys.stderr)
+        show_line(f"{num_trials} trials")
 
     cases = [
         GoodputCase(scenario=scenario, policy=policy, seed=seed, first_rate=first_rate)
@@ -48,8 +47,7 @@ def find_goodput(
         for seed in range(seeds)
     ]
     answers = goodputs(cases, goals, resolution, runner, on_trial)
-    if sys.stderr.isatty():
-        print("\r\x1b[K", end="", file=sys.stderr)
+    show_line()
     found: dict[str, list[Sequence[Goodput]]] = {
         policy: list(zip(*answers[place * seeds : (place + 1) * seeds], strict=True))
         for place, policy in enumerate(policies)

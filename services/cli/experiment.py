@@ -10,7 +10,8 @@ from pathlib import Path
 import click
 
 from services.cli.first_use import say_if_compiling
-from services.cli.simulate_options import bar, runner_for
+from services.cli.progress_bars import bar
+from services.cli.simulate_options import runner_for
 from services.result_files import ResultCache, write_report
 from simulator.experiments.experiment import (
     Experiment,

@@ -10,7 +10,8 @@ import click
 
 from predictor.config import EngineConfig
 from services.cli.engine_options import ENGINE, EngineModelSettings, engine_config, profile_named, settings_in
-from services.cli.output_files import require_folder, share_bar
+from services.cli.output_files import require_folder
+from services.cli.progress_bars import share_bar
 from services.cli.settings_options import SettingValues, settings_options
 from services.load.request_format import RequestFormat
 from services.settings import PORTS, default_of, seconds_of

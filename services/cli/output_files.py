@@ -1,37 +1,12 @@
-"""Files that commands write, and the bar that they show on the way."""
+"""Files that commands write."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import click
-
 if TYPE_CHECKING:
     from predictor.profile import Profile
-
-BAR = 100
-
-
-@contextmanager
-def share_bar(label: str = "measuring") -> Iterator[Callable[[float], None]]:
-    """Show on a terminal how much of the time has passed."""
-    if not sys.stderr.isatty():
-        yield lambda _: None
-        return
-    shown = 0
-    with click.progressbar(length=BAR, label=label, show_pos=False, file=sys.stderr) as bar:
-
-        def show(share: float) -> None:
-            nonlocal shown
-            if (reached := int(share * BAR)) > shown:
-                bar.update(reached - shown)
-                shown = reached
-
-        yield show
 
 
 def require_folder(output: str | None) -> None:

@@ -16,7 +16,8 @@ from predictor.fitting.kernel_profile import UntimedCosts
 from predictor.profile import ROOFLINE, Profile, load_profile, profile_names, profile_to_dict, profile_to_json
 from predictor.request import LEGS
 from services.cli.engine_options import profile_named
-from services.cli.output_files import require_folder, save_profile, share_bar
+from services.cli.output_files import require_folder, save_profile
+from services.cli.progress_bars import share_bar
 from services.profiling.kernels_command import KernelOptions, kernel_profile
 from services.profiling.measure_command import MeasureOptions, measured_profile
 from services.profiling.transfers import TransferOptions, measured_transfers

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -13,6 +12,7 @@ import click
 from scheduler.provisioning.tiers import tiers_in
 from services.cli.first_use import say_if_compiling
 from services.cli.mix_options import mix_option, refuse_given, with_mix
+from services.cli.progress_bars import show_line
 from services.cli.recommend_costs import BY_DEADLINES, CostMeasure
 from services.cli.recommend_pools import recommend_by_pools
 from services.cli.simulate_options import policies_in, policy_option, runner_for, scenario_of, scenario_options
@@ -188,8 +188,7 @@ def recommend_command(
             )  # fmt: skip
             found += [(profile, answer) for answer in answers]
         costs = None if measure is None else measure.costs(kinds, found, runner)
-    if sys.stderr.isatty():
-        print("\r\x1b[K", end="", file=sys.stderr)
+    show_line()
     if as_json:
         rows = [{"profile": profile, **asdict(answer)} for profile, answer in found]
         total = {"target": asdict(target), "seeds": seeds, "ranking": rows}
@@ -211,8 +210,7 @@ def _target(percentile: float, ttft_s: float | None, tpot_s: float | None, e2e_s
 
 
 def _show(profile: str, what: str) -> None:
-    if sys.stderr.isatty():
-        print(f"\r{profile}: {what}\x1b[K", end="", file=sys.stderr)
+    show_line(f"{profile}: {what}")
 
 
 def _print_table(found: list[tuple[str, Recommendation]], target: SizingTarget, *, several: bool) -> None:

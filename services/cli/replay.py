@@ -27,6 +27,7 @@ from services.cli.settings_options import SettingValues, settings_options
 from services.result_files import require_writable, write_page
 from simulator.codec import plain, requests_from_file
 from simulator.mix import mix_from_file, mixed
+from simulator.progress import followed
 from simulator.replay import replay as replay_requests
 from simulator.replay import replay_steps, served_requests
 from simulator.run_page import ServedRun, run_of_replay
@@ -112,7 +113,8 @@ def _opened(path: str) -> Iterator[TextIO]:
 
 
 def _write_steps(config: EngineConfig, step_time: StepTime, requests: list[RequestFacts], out: TextIO) -> None:
-    out.writelines(json.dumps(plain(step)) + "\n" for step in replay_steps(config, step_time, requests))
+    steps = followed(replay_steps(config, step_time, requests), "writing steps")
+    out.writelines(json.dumps(plain(step)) + "\n" for step in steps)
 
 
 def row_of(outcome: Outcome) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from services.logs import LogSettings
 from services.placement.settings import SchedulerSettings
 from services.rpc.settings import ServerSettings
 from services.settings import PORTS, CommandSettings, SettingsPart
+from services.tracing.otlp import TracingSettings
 
 MEBIBYTE = 2**20
 MAX_STREAMS = 8192
@@ -22,6 +23,7 @@ SETTINGS = CommandSettings(
     PickerSettings,
     SettingsPart(InstanceSourceSettings, lent_by=serve_scheduler.SETTINGS),
     SettingsPart(SchedulerSettings, lent_by=serve_scheduler.SETTINGS),
+    TracingSettings,
 )
 
 
@@ -41,4 +43,5 @@ def picker(given: SettingValues) -> None:
         PickerSettings, max_body_bytes=server.max_message_mib * MEBIBYTE, max_streams=server.max_concurrency
     )
     instances = given.make(InstanceSourceSettings)
-    serve(settings, server, given.make(SchedulerSettings), instances.source(), instances.poll_s)
+    decisions, tracing = given.make(SchedulerSettings), given.make(TracingSettings)
+    serve(settings, server, decisions, instances.source(), instances.poll_s, tracing=tracing)

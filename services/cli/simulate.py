@@ -14,7 +14,8 @@ import click
 from predictor.gain import attainment_table
 from services.cli.first_use import say_if_compiling
 from services.cli.mix_options import gain_weights, mix_options, with_mix
-from services.cli.simulate_options import bar, policies_in, policy_option, scenario_of, scenario_options
+from services.cli.progress_bars import bar
+from services.cli.simulate_options import policies_in, policy_option, scenario_of, scenario_options
 from services.cli.simulate_provisioning import (
     autoscaling_of,
     cost_line,

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-import time
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar, cast
 
 import click
@@ -22,7 +20,6 @@ from simulator.scenario import Scenario, scenario_from
 F = TypeVar("F", bound=Callable[..., Any])
 
 DEFAULT_POLICIES = "block,llumnix,jsq"
-SHOW_BAR_S = 2.0
 
 DEFAULT_INSTANCES = 12
 LENGTH_FORMS = "128, uniform:16:512, lognormal:MEDIAN:SPREAD or exponential:MEAN"
@@ -160,23 +157,3 @@ def _table(path: str) -> dict[str, Any]:
 def runner_for(workers: int | None, ray: str | None) -> AbstractContextManager[Runner]:
     """Run trials in processes of this machine, or on a Ray cluster."""
     return processes(workers) if ray is None else ray_cluster(ray)
-
-
-@contextmanager
-def bar(length: int, label: str) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar on a terminal, once the run has taken a while; call it with the amount done."""
-    if not sys.stderr.isatty():
-        yield lambda _: None
-        return
-    start_s, shown, made = time.monotonic(), 0, click.progressbar(length=length, label=label, file=sys.stderr)
-
-    def at(done: int) -> None:
-        nonlocal shown
-        if time.monotonic() - start_s > SHOW_BAR_S:
-            made.update(done - shown)
-            shown = done
-
-    yield at
-    if shown:
-        made.update(length - shown)
-        made.render_finish()

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from services.cli.progress_bars import are_shown
 from simulator.codec import read_text
+from simulator.progress import followed
 from simulator.reference_data import data_folder
 
 if TYPE_CHECKING:
@@ -151,7 +153,7 @@ def evaluate(
     else:
         results = evaluated(
             samples_from(data), linear_model=linear_model, encoder=encoder, seed=seed, held_out=part == "held-out",
-            errors=errors, progress=bar_over,
+            errors=errors, progress=lambda items, label: followed(items, label, len(items)),
         )  # fmt: skip
     if as_json:
         print(json.dumps({"evaluate": data, "part": "recorded" if recorded is not None else part, "results": results}))
@@ -211,7 +213,8 @@ def _queries(path: str, model: str) -> list[Any]:
     from length_tagger.estimate import Query
 
     queries = []
-    for number, line in enumerate(read_text(path).splitlines(), 1):
+    lines = read_text(path).splitlines()
+    for number, line in enumerate(followed(lines, "reading prompts", len(lines)), 1):
         if not line.strip():
             continue
         try:
@@ -230,7 +233,9 @@ def samples_from(data: str) -> list[Sample]:
     """Read the training data."""
     from length_tagger.samples import read_castillo, read_samples
 
-    return read_castillo(data_folder() / "text") if data == CASTILLO else read_samples(data)
+    if data == CASTILLO:
+        return read_castillo(data_folder() / "text")
+    return read_samples(data, lambda rows: followed(rows, "reading samples"))
 
 
 def card_of(samples: list[Sample], data: str, seed: int, command: str) -> dict[str, Any]:
@@ -253,7 +258,7 @@ def require_writable(output: str) -> None:
 @contextmanager
 def training_bar() -> Iterator[Callable[[int, int, float], None]]:
     """Show the progress and the current error of training on a terminal."""
-    if not sys.stderr.isatty():
+    if not are_shown():
         yield lambda *_: None
         return
     shown: dict[str, float] = {"error": math.nan, "done": 0}
@@ -269,15 +274,6 @@ def training_bar() -> Iterator[Callable[[int, int, float], None]]:
             shown["done"] = share
 
         yield progress
-
-
-def bar_over(items: list[Any], label: str) -> Iterator[Any]:
-    """Iterate over items with a progress bar on a terminal."""
-    if not sys.stderr.isatty():
-        yield from items
-        return
-    with click.progressbar(items, label=label, file=sys.stderr) as bar:
-        yield from bar
 
 
 def _print_scores(results: list[dict[str, Any]]) -> None:

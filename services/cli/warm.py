@@ -28,7 +28,7 @@ def warm(*, servers: bool) -> None:
 def warmed() -> float:
     """Compile the engine model's kernels or load them from the cache; return the seconds it took."""
     from predictor.batching import BATCHERS
-    from services.cli.simulate_options import bar
+    from services.cli.progress_bars import bar
     from services.warmup import warm_up
 
     click.echo("compiling the engine model: this takes about a minute the first time", err=True)

@@ -14,8 +14,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-
 from predictor.request import SERVE
 from predictor.suggestions import require_known
 from services.emulator.driver import Driver
@@ -40,6 +38,8 @@ from services.emulator.tokens import VOCABULARY, text_of, token_text
 from services.emulator.transfer_params import RemoteBlocks
 from services.http.application import JSON, Application, Call, while_client_stays
 from services.http.client import Headers
+from services.http.guarded_protocol import GuardedProtocol
+from services.http.limits import HttpLimits
 from services.logs import log_event
 
 log = logging.getLogger(__name__)
@@ -49,6 +49,10 @@ EVENTS: Headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
 METRICS: Headers = [(b"content-type", b"text/plain; version=1.0.0")]
 CONNECTION = "block.connection"  # an ASGI extension
 LARGEST_FACTOR = 1e6
+# vLLM's own of heads; connections are the gateways' affair
+LIMITS = HttpLimits(
+    max_header_bytes=4 * 2**20, max_headers=256, max_connections=2**16, max_connections_per_client=2**16
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,8 +86,8 @@ def faults_from(data: Any) -> Faults:
     return Faults(**data)
 
 
-class ConnectionProtocol(HttpToolsProtocol):
-    """uvicorn's protocol, with the connection added to the scope: see `write_chunk`."""
+class ConnectionProtocol(GuardedProtocol):
+    """The protocol, with the connection added to the scope: see `write_chunk`."""
 
     def on_message_begin(self) -> None:
         """Add the connection to the scope."""
@@ -91,7 +95,7 @@ class ConnectionProtocol(HttpToolsProtocol):
         self.scope["extensions"] = {CONNECTION: {"protocol": self}}
 
 
-def write_chunk(connection: HttpToolsProtocol, data: bytes) -> bool:
+def write_chunk(connection: GuardedProtocol, data: bytes) -> bool:
     """Write a piece of a chunked reply without waking its task; False where the client reads slowly, or is gone.
 
     A turn of the event loop for each token costs more than the token itself.
@@ -110,7 +114,7 @@ class Emulator(Application):
 
     def __init__(self, driver: Driver, served: Served, exposition: Exposition, *, max_body_bytes: int) -> None:
         """Serve the engine of a driver."""
-        super().__init__()
+        super().__init__(limits=LIMITS)
         self.driver = driver
         self._served = served
         self._exposition = exposition

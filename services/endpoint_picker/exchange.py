@@ -113,7 +113,8 @@ class Exchange:
         if self._num_bytes > self._settings.max_body_bytes:
             limit = self._settings.max_body_bytes
             return self._refused(ApiError(413, f"the body is larger than {limit} bytes"))
-        self._pieces.append(shown.body)
+        if shown.body:
+            self._pieces.append(shown.body)
         is_whole = shown.end_of_stream or shown.end_of_stream_without_message or self._request_mode == BUFFERED
         if not is_whole:
             return []

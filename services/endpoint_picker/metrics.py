@@ -6,10 +6,7 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 
-LATENCIES_S = (
-    0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0,
-)  # fmt: skip
-DECISIONS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+from services.latency_buckets import DECISIONS_S, LATENCIES_S
 
 
 class PickerMetrics:
@@ -27,9 +24,12 @@ class PickerMetrics:
             registry=registry,
         )
         self.refused = Counter(
-            "block_picker_refused", "Requests that were answered without an endpoint, by status and by why.",
-            ("status", "reason"), registry=registry,
-        )  # fmt: skip
+            "block_picker_refused",
+            "Requests that were answered without an endpoint, by status and reason: rejected-no-endpoints, "
+            "rejected-saturated and rejected-ttl-expired as the proxy gets them, invalid, or failed, for any other.",
+            ("status", "reason"),
+            registry=registry,
+        )
         self.responses = Counter(
             "block_picker_responses", "Responses of endpoints, or of the proxy without them, by status.", ("status",),
             registry=registry,
@@ -39,6 +39,13 @@ class PickerMetrics:
             "Requests that another endpoint than the first one served: a further one of the list (retried), or one "
             "that no instance has (unknown).",
             ("endpoint",),
+            registry=registry,
+        )
+        self.stream_errors = Counter(
+            "block_picker_stream_errors",
+            "Streams of a proxy that ended in an error: its messages are invalid (protocol), or the picker has a "
+            "defect (internal).",
+            ("why",),
             registry=registry,
         )
         self.clients_left = Counter(

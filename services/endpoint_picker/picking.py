@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 from urllib.parse import unquote_to_bytes
 from uuid import uuid4
 
@@ -17,6 +18,7 @@ from services.endpoint_picker.conformance import SELECTION, entries_of
 from services.endpoint_picker.endpoints import EndpointTable
 from services.endpoint_picker.messages import ENDPOINT, SERVED, SUBSET
 from services.endpoint_picker.metrics import PickerMetrics
+from services.endpoint_picker.pick_spans import PickSpans
 from services.endpoint_picker.response import ResponseReader
 from services.endpoint_picker.settings import PickerSettings
 from services.explanations import decision_headers
@@ -25,6 +27,7 @@ from services.http.client import Headers
 from services.http.errors import ApiError
 from services.http.openai_body import OpenAIRequest, names_kv_blocks, read_body
 from services.http.prompt_tokens import PromptTokens
+from services.http.proxying import SERVER_ERROR
 from services.http.request_facts import READ, body_to_pass, read_headers, request_id_of, request_message
 from services.logs import log_event
 from services.placement.driver import PlacementDriver
@@ -32,6 +35,9 @@ from services.placement.refusals import refusal_of
 from services.placement.service import patience_s
 from services.rpc.errors import INTERNAL, status_of
 from services.rpc.objectives import with_objective
+
+if TYPE_CHECKING:
+    from services.tracing.spans import RequestTracer
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +62,7 @@ SATURATED, NO_ENDPOINTS, EXPIRED = "rejected-saturated", "rejected-no-endpoints"
 DROPPED_REASONS = {**dict.fromkeys(SHED_REASONS, SATURATED), "timeout": EXPIRED}
 
 ANY_POLICY = "random"  # of requests that are no completions
+INVALID, FAILED = "invalid", "failed"  # reasons of refusals that other pickers have no name for
 PLACED, BY_HEADERS, ANY, TEST = "placed", "by_headers", "any", "test"  # as metrics name them
 
 
@@ -117,6 +124,7 @@ class Picker:
         driver: PlacementDriver,
         prompts: PromptTokens,
         metrics: PickerMetrics,
+        tracer: RequestTracer | None = None,
     ) -> None:
         """Choose among the instances of the driver."""
         self.settings = settings
@@ -124,6 +132,7 @@ class Picker:
         self.endpoints = EndpointTable(driver.registry)
         self._driver = driver
         self._prompts = prompts
+        self._tracer = tracer
         self._patience_s = patience_s(settings.schedule_s, driver.settings.sidecar_deadline_s)
         self._request_ids: set[str] = set()
 
@@ -164,7 +173,8 @@ class Picker:
         self._request_ids.discard(pick.request_id)
 
     def _count_refusal(self, error: ApiError) -> None:
-        reason = error.reason if isinstance(error, DroppedError) else "invalid"
+        invalid = INVALID if error.status < SERVER_ERROR else FAILED
+        reason = error.reason if isinstance(error, DroppedError) else invalid
         self.metrics.refused.labels(str(error.status), reason).inc()
 
     def _refused(self, error: Exception) -> ApiError:
@@ -194,7 +204,7 @@ class Picker:
         if path in COMPLETIONS and request.header(b":method") == POST:
             if request.body is not None:
                 return await self._place(request, excluded, chat=COMPLETIONS[path]), PLACED
-            return await self._place_by_headers(request, excluded), BY_HEADERS
+            return await self._place_by_headers(request, excluded, chat=COMPLETIONS[path]), BY_HEADERS
         if request.body and not self.settings.allow_kv_transfer_params and names_kv_blocks(request.body):
             raise ValueError(KV_TRANSFER_REFUSED)
         return await self._place_anywhere(request, excluded), ANY
@@ -213,7 +223,7 @@ class Picker:
             openai = replace(openai, model=target)
             body = json.dumps({**json.loads(body), "model": target}).encode()
         num_tokens, block_names = await self._prompts.read_aside(openai)
-        pick = await self._placed(request, openai, excluded, num_tokens, block_names)
+        pick = await self._placed(request, openai, excluded, num_tokens, block_names, chat=chat)
         assert pick.reader is not None
         facts, decision = pick.reader.request, pick.reader.decision
         if decision.HasField("objective"):
@@ -223,7 +233,7 @@ class Picker:
         pick.models = models
         return pick
 
-    async def _place_by_headers(self, request: HttpRequest, excluded: frozenset[str]) -> Pick:
+    async def _place_by_headers(self, request: HttpRequest, excluded: frozenset[str], *, chat: bool) -> Pick:
         """Place a completion whose body is not shown: the length of its prompt is guessed from that of the body."""
         length = request.header(b"content-length")
         openai = OpenAIRequest(
@@ -241,21 +251,24 @@ class Picker:
             hinted_priority=None,
             undivided=True,  # two legs need the body
         )
-        return await self._placed(request, openai, excluded, self._prompts.sizes.tokens(openai))
+        return await self._placed(request, openai, excluded, self._prompts.sizes.tokens(openai), chat=chat)
 
-    async def _placed(
+    async def _placed(  # noqa: PLR0913 - what is known of a request
         self,
         request: HttpRequest,
         openai: OpenAIRequest,
         excluded: frozenset[str],
         num_tokens: int,
         block_names: Sequence[bytes] = (),
+        *,
+        chat: bool,
     ) -> Pick:
         headers, objectives = read_headers(request.headers), self._driver.objectives
         if headers.objective and headers.objective not in objectives.objectives:  # other pickers serve it, too
             self.metrics.ignored_objectives.inc()
             headers = replace(headers, objective="")
         request_id = self._unique(self._id_of(request))
+        spans: PickSpans | None = None
         try:
             message = request_message(openai, headers, objectives, request_id=request_id, prompt_tokens=num_tokens)
             message.arrival_unix_s = request.arrived_unix_s
@@ -264,21 +277,26 @@ class Picker:
                 message.prefix_hashes.extend(block_names)
                 message.prefix_block_tokens = self._driver.settings.block_tokens
             message.waited_s = max(0.0, time.monotonic() - request.arrived_s)
+            spans = PickSpans(self._tracer, request.headers, openai, message, chat=chat)
             async with asyncio.timeout(self.settings.schedule_s):
-                _, decision = await self._driver.place(
-                    message,
-                    prompt=openai.prompt,
-                    excluded=excluded,
-                    patience_s=self._patience_s,
-                    explain=headers.explain,
+                _, decision = await spans.scheduled(
+                    self._driver.place(
+                        message,
+                        prompt=openai.prompt,
+                        excluded=excluded,
+                        patience_s=self._patience_s,
+                        explain=headers.explain,
+                    )
                 )
-        except BaseException:
+        except BaseException as error:
             self._request_ids.discard(request_id)
+            if spans is not None:
+                spans.refused(refusal_of(error, self.settings.schedule_s).status if isinstance(error, Exception) else 0)
             raise
         pick = Pick(
             endpoints=self.endpoints.serving(decision),
             request_id=request_id,
-            set_headers=self._id_header(request, request_id),
+            set_headers=[*self._id_header(request, request_id), *spans.chosen(decision)],
             response_headers=[
                 (b"x-block-instance", decision.instance.instance_id.encode("ascii", "replace")),
                 (b"x-block-policy", decision.policy.encode("ascii", "replace")),
@@ -288,6 +306,7 @@ class Picker:
                 driver=self._driver,
                 endpoints=self.endpoints,
                 metrics=self.metrics,
+                spans=spans,
                 sizes=self._prompts.sizes,
                 openai=replace(openai, prompt=b"", token_ids=(), conversation=None, xargs=None),  # what has its size
                 request=message,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from protos.block.v1 import common_pb2
 from services.endpoint_picker.endpoints import EndpointTable
 from services.endpoint_picker.metrics import PickerMetrics
+from services.endpoint_picker.pick_spans import PickSpans
 from services.http.openai_body import OpenAIRequest
 from services.http.prompt_tokens import PromptSizes
 from services.http.proxying import OK, RETRIED
@@ -27,6 +28,7 @@ class ResponseReader:
     driver: PlacementDriver
     endpoints: EndpointTable
     metrics: PickerMetrics
+    spans: PickSpans
     sizes: PromptSizes
     openai: OpenAIRequest
     request: common_pb2.Request
@@ -64,6 +66,7 @@ class ResponseReader:
             return
         self._instance_id = self.endpoints.instance_at(served)
         self.metrics.served_elsewhere.labels("retried" if self._instance_id else "unknown").inc()
+        self.spans.served_by(self._instance_id)
         self.driver.ended(self._outcome(chosen.instance_id, NOTHING, FAILED))
         if self._instance_id is not None:
             self.driver.sent_elsewhere(self.request, self._instance_id)
@@ -97,6 +100,7 @@ class ResponseReader:
             self.finish(CANCELLED)
         elif self._status:
             self.finish(UNSPECIFIED)
+        self.spans.ended(self._status, None)  # unless they have ended
 
     def finish(self, reason: common_pb2.FinishReason.ValueType | None = None) -> None:
         """Report the outcome, by default that of the response."""
@@ -105,10 +109,12 @@ class ResponseReader:
         self._is_finished = True
         self._end_prefill(CANCELLED if reason is None else reason)
         if self._instance_id is None:
+            self.spans.ended(self._status, None)
             return
         ending = self._ending()
         outcome = self._outcome(self._instance_id, ending, ending.finish_reason if reason is None else reason)
         self._count(outcome)
+        self.spans.ended(self._status, outcome)
         if ending.prompt_tokens:
             self.sizes.learn(self.openai, ending.prompt_tokens)
         self.driver.ended(outcome)

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import uvloop
 from grpc_health.v1 import health_pb2_grpc
@@ -30,10 +31,14 @@ from services.live_page.pages import live_page_routes
 from services.logs import log_event
 from services.placement.lifecycle import placement_driver
 from services.placement.settings import SchedulerSettings
-from services.rpc.channels import bind_server, make_server
+from services.rpc.channels import bind_server, make_server, streams_for
 from services.rpc.server import MEBIBYTE, freeze_imported_objects, metrics_served, stop_signal
 from services.rpc.settings import ServerSettings
 from services.security.access_settings import access_controlled
+from services.tracing.otlp import TracingSettings, traced
+
+if TYPE_CHECKING:
+    from services.tracing.spans import RequestTracer
 
 log = logging.getLogger(__name__)
 
@@ -52,28 +57,35 @@ class RunningPicker:
     is_draining: bool = False
 
 
-def serve(
+def serve(  # noqa: PLR0913 - all settings of the process
     settings: PickerSettings,
     server: ServerSettings,
     decisions: SchedulerSettings,
     source: InstanceSource,
     poll_s: float,
+    *,
+    tracing: TracingSettings,
 ) -> None:
     """Run the picker until SIGTERM or SIGINT."""
-    uvloop.run(_serve(settings, server, decisions, source, poll_s))
+    uvloop.run(_serve(settings, server, decisions, source, poll_s, tracing=tracing))
 
 
-async def _serve(
+async def _serve(  # noqa: PLR0913 - all settings of the process
     settings: PickerSettings,
     server: ServerSettings,
     decisions: SchedulerSettings,
     source: InstanceSource,
     poll_s: float,
+    *,
+    tracing: TracingSettings,
 ) -> None:
     stop = stop_signal()
     if not decisions.scheduler_id:
         decisions = replace(decisions, scheduler_id=f"{socket.gethostname()}/{os.getpid()}")
-    async with serving(settings, server, decisions, source, poll_s) as running:
+    async with (
+        traced(tracing, f"block-{NAME}") as tracer,
+        serving(settings, server, decisions, source, poll_s, tracer=tracer) as running,
+    ):
         freeze_imported_objects()
         log_event(
             log, logging.INFO, "serving", server=NAME, host=server.host, port=running.port,
@@ -86,12 +98,14 @@ async def _serve(
 
 
 @asynccontextmanager
-async def serving(
+async def serving(  # noqa: PLR0913 - all settings of the process
     settings: PickerSettings,
     server: ServerSettings,
     decisions: SchedulerSettings,
     source: InstanceSource,
     poll_s: float = 1.0,
+    *,
+    tracer: RequestTracer | None = None,
 ) -> AsyncIterator[RunningPicker]:
     """Serve while the block runs; then say that it does not serve, and let the requests under way end."""
     registry = CollectorRegistry()
@@ -109,13 +123,15 @@ async def serving(
         pages = partial(live_page_routes, driver.tail)
         access = await stack.enter_async_context(access_controlled(server.access, registry))
         metrics_port = await stack.enter_async_context(metrics_served(server, registry, pages, access))
-        picker = Picker(settings, driver, prompts, metrics)
+        picker = Picker(settings, driver, prompts, metrics, tracer)
         service = ExternalProcessorService(picker, settings.max_streams)
         metrics.watch(service.__len__)
         running = RunningPicker(port=0, health_port=None, metrics_port=metrics_port, picker=picker, service=service)
         health = PickerHealth(lambda: not running.is_draining and len(picker.endpoints) > 0)
         # without the interceptor of other servers, which takes a third of a stream's processor time
-        main = make_server(max_message_bytes=server.max_message_mib * MEBIBYTE)
+        main = make_server(
+            max_message_bytes=server.max_message_mib * MEBIBYTE, max_streams=streams_for(server.max_concurrency)
+        )
         external_processor_pb2_grpc.add_ExternalProcessorServicer_to_server(service, main)
         health_pb2_grpc.add_HealthServicer_to_server(health, main)
         running.port = bind_server(main, server.host, server.port, credentials)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -14,6 +15,11 @@ from services.endpoint_picker.exchange import Exchange
 from services.endpoint_picker.messages import immediate
 from services.endpoint_picker.picking import SATURATED, DroppedError, Picker
 from services.http.errors import ApiError
+from services.logs import log_event
+
+log = logging.getLogger(__name__)
+
+PROTOCOL, INTERNAL = "protocol", "internal"  # why a stream ends in an error, as metrics name it
 
 
 class ExternalProcessorService(external_processor_pb2_grpc.ExternalProcessorServicer):
@@ -54,8 +60,13 @@ class ExternalProcessorService(external_processor_pb2_grpc.ExternalProcessorServ
                 responses = exchange.receive(message)
                 for response in await exchange.place() if responses is None else responses:
                     yield response
-        except ValueError as error:  # of the protocol
+        except ValueError as error:
+            self._picker.metrics.stream_errors.labels(PROTOCOL).inc()
+            log_event(log, logging.WARNING, "stream of the proxy refused", why=str(error))
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        except Exception:
+            self._picker.metrics.stream_errors.labels(INTERNAL).inc()
+            raise
         finally:
             self._num -= 1
             if not self._num:

@@ -13,7 +13,7 @@ from services.gateway.context import GatewayContext
 from services.gateway.incoming import Incoming, headers_to_pass, target_of
 from services.gateway.placing import Placing
 from services.gateway.proxy import RequestForwarder
-from services.gateway.request_spans import RequestSpans
+from services.gateway.request_spans import recorded
 from services.gateway.usage import UsageControl
 from services.http.application import CLIENT_LEFT, JSON, Application, Call, while_client_stays
 from services.http.client import Headers
@@ -26,6 +26,7 @@ from services.live_page.pages import LivePage
 from services.security.access import AccessControl
 from services.security.keys import KeyHolder
 from services.security.roles import FOR_CLIENTS
+from services.tracing.request_spans import RequestSpans
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +41,12 @@ class Gateway(Application):
 
     def __init__(self, context: GatewayContext, access: AccessControl) -> None:
         """Serve with what all requests share; `access` checks clients and operators."""
-        super().__init__(max_concurrency=context.settings.max_concurrency, access=access)
+        super().__init__(
+            max_concurrency=context.settings.max_concurrency,
+            limits=context.settings.http,
+            registry=context.metrics.registry,
+            access=access,
+        )
         self._context = context
         self._access = access
         self._usage = UsageControl(access, context.loop.time)
@@ -112,7 +118,7 @@ class Gateway(Application):
             hides_token_ids = context.settings.asks_for_token_ids(openai)
             client_body = with_fields(body, RETURN_IDS) if hides_token_ids else body
             usage = stack.enter_context(self._usage.metered(call, holder, openai, request.prompt_tokens))
-            spans = RequestSpans(context.tracer, call, openai, request)
+            spans = RequestSpans(context.tracer, call.headers, openai, request, call.arrived_unix_s, chat=chat)
             passed = headers_to_pass(call.headers, request_id, with_keys=not self._access.checks_keys)
             incoming = Incoming(
                 arrived_s=call.arrived_s,
@@ -137,7 +143,7 @@ class Gateway(Application):
                 placing=placing,
                 attainment=attainment_of(incoming, context.metrics),
             )
-            with spans.recorded(call):
+            with recorded(spans, call):
                 await while_client_stays(forwarder.run(), call.receive)
 
     @contextmanager
@@ -153,7 +159,8 @@ class Gateway(Application):
 
     def _read(self, body: bytes, headers: Headers, *, chat: bool) -> tuple[OpenAIRequest, RequestHeaders]:
         try:
-            openai, request_headers = read_body(body, chat=chat), read_headers(headers)
+            openai = read_body(body, chat=chat, max_depth=self.limits.max_json_depth)
+            request_headers = read_headers(headers)
         except ValueError as error:
             raise ApiError.of(error) from None
         if self._known_models and openai.model and openai.model not in self._known_models:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from protos.block.v1 import common_pb2
-from services.gateway.request_spans import RequestSpans
 from services.http.application import REQUEST_ID
 from services.http.client import Headers
 from services.http.continued_request import continued_request
@@ -20,6 +19,7 @@ from services.http.stream_continuation import CHAT, Continuation
 from services.rpc.objectives import with_objective
 from services.security.access import KEY_HEADERS
 from services.security.usage_limits import NOT_METERED, MeteredRequest
+from services.tracing.request_spans import RequestSpans
 
 NOT_PASSED = frozenset((b"accept-encoding", REQUEST_ID))  # the gateway reads responses, and names requests itself
 

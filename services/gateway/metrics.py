@@ -14,17 +14,11 @@ from protos.block.v1 import common_pb2
 from services.attainment import AttainmentTally, ClientTally, filled
 from services.bounded_label import BoundedLabel
 from services.bulk_histogram import BulkHistogram
+from services.latency_buckets import DECISIONS_S, LATENCIES_S, TOKEN_GAPS_S
 
 GROUP = ("class", "priority")
 TARGET = ("target", "class", "priority")
 CLIENT = ("client", "tpot_slo")
-LATENCIES_S = (
-    0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0,
-)  # fmt: skip
-DECISIONS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
-TOKEN_GAPS_S = (
-    0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0,
-)  # fmt: skip
 HAND_OVERS_S = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0, 5.0, 30.0)
 
 # How an answer ended, as metrics name it.

@@ -20,10 +20,11 @@ from services.http.client import Headers
 from services.http.continued_request import EarlierPart
 from services.http.errors import ApiError, ShedError
 from services.http.kv_transfer import KV_CONNECTORS
-from services.http.prefill_leg import HELD, MAX_FAILED_FETCHES, NO_BLOCKS, SKIPPED, HeldBlocks, PrefillLeg
+from services.http.prefill_leg import MAX_FAILED_FETCHES, SKIPPED, HeldBlocks, PrefillLeg
 from services.http.proxying import NOT_SERVING, OK, RETRIED, SERVER_ERROR, engine_error
 from services.http.sse import CANCELLED, FAILED
 from services.logs import log_event
+from services.tracing.request_spans import PREFILL, end_prefill
 
 log = logging.getLogger(__name__)
 
@@ -156,7 +157,7 @@ class RequestForwarder:
             if self.placing.undivided or self._held is not None:
                 leg.result = SKIPPED
                 return True
-            span = incoming.spans.leg("prefill", destination)
+            span = incoming.spans.leg(PREFILL, destination.origin, instance_id=instance_id, policy=destination.policy)
             reply = await leg.send(
                 context.engines,
                 destination.origin,
@@ -173,9 +174,7 @@ class RequestForwarder:
             raise EngineFailedError(f"prefill {type(error).__name__}", engine_error(error)) from None
         finally:
             context.metrics.prefills.labels(leg.result).inc()
-            if span is not None:
-                span.set({"block.result": leg.result})
-                span.end("" if leg.result in (HELD, NO_BLOCKS) else leg.result)
+            end_prefill(span, leg.result)
             context.releases.put(
                 common_pb2.ReleaseRequest(
                     request_id=incoming.request.request_id, instance_id=instance_id, outcome=leg.outcome()

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated
 
 from scheduler.prefix.kv_block_hash import SEED
 from services.http.client import origin_of
 from services.http.continued_request import BY_TOKEN_IDS, ContinueStreams, MaxMigrations, require_continue_streams
 from services.http.kv_transfer import HandOverDeadline, KvConnectorName, require_kv_connector
+from services.http.limits import HttpLimits
 from services.http.openai_body import OpenAIRequest
 from services.http.prompt_tokens import BlockTokens, ChatTemplateFile, HashSeed, TokenizerFile
 from services.instances import require_address
 from services.objectives import ObjectivesFile
 from services.security.own_key import PartKeyFile
-from services.settings import Option
+from services.settings import Nested, Option
 
 BY_SCHEDULER, IN_PROCESS = DECIDE = ("scheduler", "in-process")
 TIMES = ("schedule_s", "connect_s", "first_byte_s", "idle_s", "answer_s", "hand_over_deadline_s")
@@ -96,6 +97,7 @@ class GatewaySettings:
     retry_ratio: Annotated[
         float, "Retry budget: retries per request in the long run; one retry per request in progress is free."
     ] = 0.2
+    http: Annotated[HttpLimits, Nested()] = field(default_factory=HttpLimits)
     max_body_bytes: int = 16 * 2**20
     max_answer_bytes: int = 64 * 2**20  # of a response that is not streamed
     max_concurrency: int = 1024

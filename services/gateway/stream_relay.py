@@ -19,6 +19,7 @@ from services.http.proxying import engine_error
 from services.http.sse import CANCELLED, FAILED
 from services.http.stream_continuation import NotContinuableError, StreamTranscript, failure_in
 from services.logs import log_event
+from services.tracing.request_spans import MIGRATIONS
 
 log = logging.getLogger(__name__)
 
@@ -164,6 +165,7 @@ class StreamRelay:
         if not context.budget.spend():
             raise NotContinuableError("retry_budget")
         self._num_migrations += 1
+        self.incoming.spans.set({MIGRATIONS: self._num_migrations})
         earlier = attempt.part_so_far(transcript.num_tokens)
         attempt.finish(FAILED, counts=False)
         if self.attainment is not None:

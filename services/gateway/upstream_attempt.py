@@ -12,13 +12,13 @@ from services.gateway.context import GatewayContext
 from services.gateway.destinations import LAST_RESORT, Destination
 from services.gateway.incoming import Incoming
 from services.gateway.metrics import ModelMetrics
-from services.gateway.request_spans import STATUS
 from services.http.client import ConnectError, Connection, Headers, request_head
 from services.http.continued_request import EarlierPart
 from services.http.kv_transfer import decode_body, with_cached_tokens
 from services.http.prefill_leg import HeldBlocks, PrefillReply
 from services.http.proxying import OK, RETRIED, SERVER_ERROR, is_event_stream
 from services.http.sse import CANCELLED, FAILED, Ending, StreamReader, ending_of, num_without_token
+from services.tracing.request_spans import DECODE, SERVE, STATUS
 
 if TYPE_CHECKING:
     from services.tracing.spans import ActiveSpan
@@ -71,7 +71,12 @@ class UpstreamAttempt:
         body = incoming.body_for(self.destination.decision)
         if held is not None:
             body = decode_body(body, held.prompt)
-        self._span = incoming.spans.leg("serve" if held is None else "decode", self.destination)
+        self._span = incoming.spans.leg(
+            SERVE if held is None else DECODE,
+            origin,
+            instance_id=self.destination.instance_id,
+            policy=self.destination.policy,
+        )
         head = request_head(
             b"POST", origin, incoming.target, incoming.spans.headers_below(self._span, incoming.headers), len(body)
         )

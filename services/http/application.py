@@ -11,8 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 from uuid import uuid4
 
+from prometheus_client import CollectorRegistry
+
 from services.http.client import Headers
 from services.http.errors import ApiError, HttpError
+from services.http.limits import BODY_TIMEOUT, DEFAULT_LIMITS, SETTINGS, HttpLimits, Refusals
 from services.http.proxying import is_event_stream
 from services.logs import log_event
 from services.rpc.errors import NotAllowedError, UnauthenticatedError, message_of, status_of
@@ -28,6 +31,7 @@ Endpoint = Callable[["Call"], Awaitable[None]]
 
 REQUEST_ID = b"x-request-id"
 BODY_S = 60.0  # to receive a body
+FIRST_BODY_S = 10.0  # of them, in which the rate does not matter
 CLIENT_LEFT = 499  # nginx's status for it, in metrics only
 JSON: Headers = [(b"content-type", b"application/json")]
 
@@ -102,9 +106,18 @@ class Application:
     name = "server"  # in messages
     unlisted = FOR_OPERATORS  # who may use a route that the table of all routes lacks
 
-    def __init__(self, *, max_concurrency: int | None = None, access: AccessControl | None = None) -> None:
-        """Serve no path yet; None sets no limit on concurrency, and checks no caller."""
+    def __init__(
+        self,
+        *,
+        max_concurrency: int | None = None,
+        limits: HttpLimits = DEFAULT_LIMITS,
+        registry: CollectorRegistry | None = None,
+        access: AccessControl | None = None,
+    ) -> None:
+        """Serve no path yet; None sets no limit, checks no caller, and counts no refusals."""
         self.draining = False
+        self.limits = limits
+        self.refusals = Refusals(registry)
         self.access = access
         self.routes: Mapping[str, Mapping[str, Endpoint]] = {}
         self._max_concurrency = max_concurrency
@@ -134,6 +147,8 @@ class Application:
             self.authorize(call)
             await endpoint(call)
         except HttpError as error:
+            if error.code in SETTINGS:
+                self.refusals.note(error.code, (scope.get("client") or ("",))[0])
             await call.fail(error)
         except asyncio.CancelledError:
             if not self._is_cut_off:
@@ -209,39 +224,47 @@ class Application:
 
     async def body_of(self, call: Call, max_bytes: int) -> bytes:
         """Receive the body of a request, up to a limit."""
-        return await receive_body(call.headers, call.receive, max_bytes, self.error)
+        return await receive_body(
+            call.headers, call.receive, max_bytes, self.error, min_bytes_per_s=self.limits.min_body_bytes_per_s
+        )
 
     def _shutting_down(self) -> str:
         return f"the {self.name} is shutting down"
 
 
-async def receive_body(headers: Headers, receive: Receive, max_bytes: int, error: type[HttpError] = ApiError) -> bytes:
-    """Receive a body, up to a limit."""
+async def receive_body(
+    headers: Headers,
+    receive: Receive,
+    max_bytes: int,
+    error: type[HttpError] = ApiError,
+    *,
+    min_bytes_per_s: int = DEFAULT_LIMITS.min_body_bytes_per_s,
+) -> bytes:
+    """Receive a body, up to a limit, in `BODY_S`, and after the first seconds at a minimum rate."""
     too_large = error(413, f"the body may have at most {max_bytes} bytes")
     length = next((value for name, value in headers if name == b"content-length"), b"0")
     if int(length) > max_bytes:  # digits only: the server's parser has checked that
         raise too_large
+    start_s = asyncio.get_running_loop().time()
+    body, num_bytes = b"", 0
+    pieces: list[bytes] = []
     try:
-        async with asyncio.timeout(BODY_S):
-            return await _pieces(receive, max_bytes, too_large)
+        async with asyncio.timeout_at(start_s + FIRST_BODY_S) as timeout:
+            while True:
+                message = await receive()
+                if message["type"] != "http.request":
+                    raise ClientLeftError
+                body = message.get("body", b"")
+                num_bytes += len(body)
+                if num_bytes > max_bytes:
+                    raise too_large
+                if not message.get("more_body", False):
+                    break
+                pieces.append(body)
+                timeout.reschedule(start_s + min(BODY_S, FIRST_BODY_S + num_bytes / min_bytes_per_s))
     except TimeoutError:
-        raise error(408, f"the body did not arrive within {BODY_S:g} s") from None
-
-
-async def _pieces(receive: Receive, max_bytes: int, too_large: HttpError) -> bytes:
-    pieces = []
-    num_bytes = 0
-    while True:
-        message = await receive()
-        if message["type"] != "http.request":
-            raise ClientLeftError
-        piece: bytes = message.get("body", b"")
-        num_bytes += len(piece)
-        if num_bytes > max_bytes:
-            raise too_large
-        pieces.append(piece)
-        if not message.get("more_body", False):
-            return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        raise error(408, f"only {num_bytes} bytes of the body arrived in time", code=BODY_TIMEOUT) from None
+    return b"".join((*pieces, body)) if pieces else body
 
 
 async def while_client_stays(work: Coroutine[Any, Any, None], receive: Receive) -> None:

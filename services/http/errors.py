@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 
 from scheduler.instances import OverloadedError
+from services.http.json_body import JsonError
 from services.rpc.errors import message_of, metadata_of, retry_after_s, status_of
 
 RETRY_AFTER_S = 1
@@ -21,7 +22,9 @@ KINDS = {
     405: ("invalid_request_error", "method_not_allowed"),
     408: ("invalid_request_error", "request_timeout"),
     413: ("invalid_request_error", "request_too_large"),
+    414: ("invalid_request_error", "uri_too_long"),
     429: ("rate_limit_error", "rate_limit_exceeded"),
+    431: ("invalid_request_error", "headers_too_large"),
     500: ("server_error", "internal_error"),
     502: ("server_error", "engine_failed"),
     503: ("server_error", "unavailable"),
@@ -91,6 +94,8 @@ class ApiError(HttpError):
         """Turn any exception into an error, by the table of all statuses."""
         if isinstance(error, OverloadedError):
             return ShedError(error)
+        if isinstance(error, JsonError):
+            return cls(400, message_of(error), code=error.code, param=error.param)
         return error if isinstance(error, ApiError) else cls(status_of(error).http_code, message_of(error))
 
     def headers(self) -> list[tuple[bytes, bytes]]:

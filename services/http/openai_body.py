@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from scheduler.prefix.prompt import PROMPT_END_BYTES
+from services.http.json_body import MAX_JSON_DEPTH, JsonError, request_json
 from services.http.stream_continuation import IDS_FIELD, why_not_continuable
 
 MAX_TOKENS = 2**31 - 1
@@ -44,11 +45,13 @@ class OpenAIRequest:
     has_kv_transfer_params: bool = False  # as a field, or in `vllm_xargs`, where vLLM finds them too
 
 
-def read_body(body: bytes, *, chat: bool) -> OpenAIRequest:
+def read_body(body: bytes, *, chat: bool, max_depth: int = MAX_JSON_DEPTH) -> OpenAIRequest:
     """Read the body of a (chat) completion."""
     try:
-        data = json.loads(body.decode())
-    except (ValueError, RecursionError) as error:
+        data = request_json(body, max_depth)
+    except JsonError:
+        raise
+    except ValueError as error:
         raise ValueError(f"the body is not JSON: {error}") from None
     if not isinstance(data, dict):
         raise ValueError("the body must be a JSON object")
@@ -93,10 +96,15 @@ def read_body(body: bytes, *, chat: bool) -> OpenAIRequest:
 
 
 def names_kv_blocks(body: bytes) -> bool:
-    """Return whether the body of any request has `kv_transfer_params`, in an encoding that engines read."""
+    """Return whether the body of any request has `kv_transfer_params`, in an encoding that engines read.
+
+    A body that is too deep to be read is refused: an engine may read deeper.
+    """
     try:
         data = json.loads(body)
-    except (ValueError, RecursionError):
+    except RecursionError:
+        raise ValueError("the body is nested too deeply") from None
+    except ValueError:
         return False
     return isinstance(data, dict) and _names_blocks(data)
 

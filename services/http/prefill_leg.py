@@ -59,7 +59,7 @@ class PrefillReply:
 
 @dataclass(slots=True, kw_only=True)
 class PrefillLeg:
-    """One request's prompt at one instance; `outcome` tells how the leg ended."""
+    """One request's prompt at one instance; `outcome` has how the leg ended."""
 
     request: common_pb2.Request
     instance_id: str

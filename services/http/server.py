@@ -8,10 +8,14 @@ import math
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any, Protocol
+from functools import partial
+from typing import cast
 
 import uvicorn
 
+from services.http.application import Application
+from services.http.guarded_protocol import ConnectionGuard, GuardedProtocol
+from services.http.limits import ConnectionTable
 from services.rpc.channels import refuse_taken
 
 BACKLOG = 2048
@@ -19,31 +23,22 @@ KEEP_ALIVE_S = 75  # of clients' idle connections
 SETTLE_S = 2  # from cancelling the requests under way to closing their connections
 
 
-class Draining(Protocol):
-    """An ASGI application that refuses new requests while it drains, and can cancel those under way."""
-
-    draining: bool
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Serve one request."""
-
-    def cut_off(self) -> None:
-        """Cancel all requests under way."""
-
-
 @asynccontextmanager
 async def answering(
-    app: Draining,
+    app: Application,
     listener: socket.socket,
     drain_s: float,
     *,
-    protocol: type[asyncio.Protocol] | None = None,
+    protocol: type[GuardedProtocol] = GuardedProtocol,
     keep_alive_s: int = KEEP_ALIVE_S,
 ) -> AsyncIterator[None]:
     """Serve an application on a bound socket while the block runs; then let requests finish, at most `drain_s`."""
+    guard = ConnectionGuard(
+        limits=app.limits, refusals=app.refusals, connections=ConnectionTable(app.limits), error=app.error
+    )
     config = uvicorn.Config(
         app,
-        http=protocol or "httptools",
+        http=cast("type[asyncio.Protocol]", partial(protocol, guard)),
         ws="none",
         lifespan="off",
         log_config=None,

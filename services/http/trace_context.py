@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from services.http.client import Headers
 
-TRACEPARENT = b"traceparent"
+TRACEPARENT, TRACESTATE = b"traceparent", b"tracestate"
 _FORM = re.compile(rb"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(?:-.*)?")
 _NO_VERSION, _NO_TRACE, _NO_SPAN = b"ff", b"0" * 32, b"0" * 16
 _SAMPLED = 1

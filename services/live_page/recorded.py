@@ -14,6 +14,7 @@ from protos.block.v1 import common_pb2
 from services.decision_recordings import is_recording, outcomes_in, placements_in
 from services.placement.tail_records import Record, ended_record, number, placed_record
 from services.rpc.errors import UnknownNameError
+from simulator.progress import followed
 
 MAX_REQUESTS = 20_000  # that a page gets: the first ones
 COLUMNS = ("arrival_s", "due_s"), ("e2e_s",), ("instance",)  # one of each, in a file of requests
@@ -96,7 +97,8 @@ def _requests(path: str) -> dict[str, Record]:
     """Read the requests of a CSV, by id."""
     try:
         with Path(path).open(encoding="utf-8", newline="") as file:
-            rows = csv.DictReader(file)
+            num_bytes = Path(path).stat().st_size
+            rows = csv.DictReader(followed(file, f"reading {Path(path).name}", num_bytes, size=len))
             for names in COLUMNS:
                 if not set(names) & set(rows.fieldnames or ()):
                     raise ValueError(f"{path}: has no column {' or '.join(names)}")

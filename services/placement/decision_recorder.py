@@ -6,7 +6,8 @@ A line is one of these, with the messages of protos/block/v1/common.proto:
     {"event": "outcome", "outcome": Outcome}
 
 Prompts are not recorded. Requests are sampled by their ids, so that several schedulers record the same ones, and each
-decision has its outcome. At half of the maximum size the file is renamed to FILE.1 and a new one is started.
+decision has its outcome. At half of the maximum size the file is renamed to FILE.1 and a new one is started. A line
+that was cut off, by a full disk or a crash, is removed before the next one is written.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import fcntl
 import io
 import json
 import logging
+import os
 import queue
 import threading
 import zlib
@@ -33,6 +35,7 @@ log = logging.getLogger(__name__)
 
 MAX_PENDING = 8192  # lines that are not written yet; further ones are dropped and counted
 ALL = 1 << 32
+CHUNK_BYTES = 1 << 16
 
 
 class DecisionRecorder(PlacementListener):
@@ -79,7 +82,7 @@ class DecisionRecorder(PlacementListener):
     def _opened(self) -> io.FileIO:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            file = io.FileIO(self._path, "ab")
+            file = io.FileIO(self._path, "ab+")
         except OSError as error:
             raise ValueError(f"record: {self._path} cannot be written: {error.strerror}") from None
         try:
@@ -87,6 +90,11 @@ class DecisionRecorder(PlacementListener):
         except OSError:
             file.close()
             raise ValueError(f"record: {self._path} is being written by another scheduler") from None
+        try:
+            _remove_cut_line(file)
+        except OSError as error:
+            file.close()
+            raise ValueError(f"record: {self._path} cannot be written: {error.strerror}") from None
         return file
 
     def _write_all(self) -> None:
@@ -105,10 +113,27 @@ class DecisionRecorder(PlacementListener):
                 self._has_failed = False
 
     def _write(self, line: bytes) -> None:
-        size = self._file.tell()
+        size = self._file.seek(0, os.SEEK_END)
         if size and size + len(line) > self._max_bytes // 2:
             self._path.replace(f"{self._path}.1")
             self._file.close()
             self._file = self._opened()
+            size = 0
         if self._file.write(line) != len(line):
+            self._file.truncate(size)
             raise OSError("the disk is full")
+
+
+def _remove_cut_line(file: io.FileIO) -> None:
+    """Truncate a file to its last complete line."""
+    size = end = file.seek(0, os.SEEK_END)
+    while end > 0:
+        start = max(0, end - CHUNK_BYTES)
+        file.seek(start)
+        place = file.read(end - start).rfind(b"\n")
+        if place >= 0:
+            end = start + place + 1
+            break
+        end = start
+    if end < size:
+        file.truncate(end)

@@ -24,6 +24,7 @@ from services.http.proxying import OK
 from services.http.stream_continuation import CHAT, IDS_FIELD, NotContinuableError, StreamTranscript
 from services.logs import log_event
 from services.placement.driver import PlacementDriver
+from services.placement.generation_spans import GenerationSpans, answer_recorded
 from services.placement.generation_tracker import GenerationTracker
 from services.placement.upstream_engine import (
     MAX_ERROR_BYTES,
@@ -34,6 +35,7 @@ from services.placement.upstream_engine import (
     stream_answer,
 )
 from services.rpc.objectives import with_objective
+from services.tracing.request_spans import DECODE, MIGRATIONS, PREFILL, SERVE, end_prefill
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +60,7 @@ class Generation:
     message: scheduler_pb2.GenerateRequest
     arrived_s: float  # monotonic
     waited_s: float  # before that
+    spans: GenerationSpans
     _excluded: frozenset[str] = frozenset()
     _held: HeldBlocks | None = None  # by the instance of a prefill leg, not fetched yet
     _num_failed_fetches: int = 0
@@ -95,7 +98,7 @@ class Generation:
                 raise failure from None  # it is more precise
             entered_s = self.arrived_s - self.waited_s
             tracker = GenerationTracker(decision=decision, request=self.message.request, entered_s=entered_s)
-            is_released = False
+            is_released = is_continued = False
             try:
                 yield scheduler_pb2.GenerateResponse(decision=decision)
                 async with aclosing(self._streamed(decision, tracker)) as chunks:
@@ -111,8 +114,9 @@ class Generation:
                 had_legs = decision.HasField("prefill") or tracker.held is not None
                 if attempt == settings.attempts or not (placement.next_best or had_legs):
                     raise failure from None
-                if tracker.num_chunks and not self._continue(decision, tracker):
-                    raise failure from None
+                if tracker.num_chunks:
+                    self._continue(decision, tracker, failure)
+                    is_continued = True
                 log_event(
                     log, logging.INFO, "engine failed, trying another", request_id=tracker.request.request_id,
                     instance=failed_id, reason=str(error), tokens=tracker.num_tokens,
@@ -123,24 +127,32 @@ class Generation:
                 yield scheduler_pb2.GenerateResponse(outcome=self._whole(tracker.outcome()))
                 return
             finally:
-                if not is_released:
-                    self.driver.ended(tracker.outcome())
+                self._ended(tracker, is_released=is_released, is_continued=is_continued)
+
+    def _ended(self, tracker: GenerationTracker, *, is_released: bool, is_continued: bool) -> None:
+        """Report how the attempt of one engine ended, unless that is done."""
+        if not is_released:
+            self.driver.ended(tracker.outcome())
+        if self.spans.request.is_recorded and not is_continued:
+            self.spans.request.ended(self._whole(tracker.outcome()))
 
     # Continuing.
 
-    def _continue(self, decision: common_pb2.Decision, tracker: GenerationTracker) -> bool:
-        """Ask for the rest of the answer from now on; False where it cannot continue."""
+    def _continue(self, decision: common_pb2.Decision, tracker: GenerationTracker, failure: EngineError) -> None:
+        """Ask for the rest of the answer from now on; the failure is raised where it cannot continue."""
         transcript, now_s = self._transcript, time.monotonic()
         if transcript is None or self._num_migrations >= self.driver.settings.max_migrations:
-            return False
+            raise failure from None
         transcript.max_model_len = decision.instance.settings.max_model_len or None
         try:
             rest = transcript.continuation()
         except NotContinuableError as why:
             log_event(log, logging.INFO, "stream not continued", request_id=tracker.request.request_id, why=str(why))
-            return False
+            raise failure from None
         self._num_migrations += 1
         whole = self._whole(tracker.outcome())
+        self.spans.request.ended(whole)
+        self.spans.request.set({MIGRATIONS: self._num_migrations})
         self._earlier = EarlierPart(
             arrived_s=tracker.entered_s if self._earlier is None else self._earlier.arrived_s,
             ttft_s=whole.ttft_s if whole.HasField("ttft_s") else None,
@@ -169,7 +181,6 @@ class Generation:
         self.arrived_s, self.waited_s = now_s, 0.0
         transcript.continue_as(rest)
         self.attempts.labels("continued").inc()
-        return True
 
     def _whole(self, outcome: common_pb2.Outcome) -> common_pb2.Outcome:
         """Return the outcome of the whole answer, of which `outcome` is that of the last engine."""
@@ -195,13 +206,15 @@ class Generation:
         message, request = self.message, self.message.request
         request.waited_s, request.leg, request.in_s = self.waited_s, leg, 0.0
         request.ClearField("held_s")
-        placement, decision = await self.driver.place(
-            request,
-            prompt=self.engine_request.prompt,
-            policy=message.policy,
-            excluded=self._excluded,
-            explain=message.explain,
-            arrived_s=self.arrived_s,
+        placement, decision = await self.spans.request.scheduled(
+            self.driver.place(
+                request,
+                prompt=self.engine_request.prompt,
+                policy=message.policy,
+                excluded=self._excluded,
+                explain=message.explain,
+                arrived_s=self.arrived_s,
+            )
         )
         facts = with_objective(request, decision.objective) if decision.HasField("objective") else request
         waited_s = self.waited_s + time.monotonic() - self.arrived_s
@@ -250,30 +263,32 @@ class Generation:
             await self._prefill(decision, tracker.entered_s)
         tracker.held = held = self._held
         settings = self.driver.settings
+        leg = self.spans.leg(SERVE if held is None else DECODE, decision.instance, decision.policy)
         pieces = stream_answer(
             self.client,
             handle.instance,
-            self._to_send,
+            self.spans.traced(self._to_send, leg),
             (settings.first_token_s, settings.idle_s),
             prompt=None if held is None else held.prompt,
             sent=tracker.sent,
             received=self._received,
         )
-        try:
-            async with aclosing(pieces) as open_pieces:
-                async for piece in open_pieces:
-                    tracker.received(piece)
-                    if piece.is_answer():
-                        yield scheduler_pb2.Chunk(
-                            text=piece.text,
-                            token_ids=() if self._hides_ids else piece.token_ids,
-                            num_tokens=len(piece.token_ids),
-                            finish_reason=piece.finish_reason,
-                        )
-        except (ConnectionError, TimeoutError):
-            if not tracker.is_complete:  # only the usage is missing
-                raise
-        tracker.require_end()
+        with answer_recorded(leg, tracker):
+            try:
+                async with aclosing(pieces) as open_pieces:
+                    async for piece in open_pieces:
+                        tracker.received(piece)
+                        if piece.is_answer():
+                            yield scheduler_pb2.Chunk(
+                                text=piece.text,
+                                token_ids=() if self._hides_ids else piece.token_ids,
+                                num_tokens=len(piece.token_ids),
+                                finish_reason=piece.finish_reason,
+                            )
+            except (ConnectionError, TimeoutError):
+                if not tracker.is_complete:  # only the usage is missing
+                    raise
+            tracker.require_end()
 
     def _received(self, event: bytes) -> None:
         if self._transcript is not None:
@@ -285,6 +300,7 @@ class Generation:
         leg = PrefillLeg(
             request=self.message.request, instance_id=instance_id, policy=decision.policy, arrived_s=entered_s
         )
+        span = None
         try:
             if self._undivided or self._held is not None:
                 leg.result = SKIPPED
@@ -292,11 +308,12 @@ class Generation:
             handle = self.driver.registry.find(instance_id)
             if handle is None:
                 raise PrefillError("instance was removed from the list")
+            span = self.spans.leg(PREFILL, decision.prefill.instance, decision.policy)
             reply = await leg.send(
                 self.client,
                 origin_of(handle.instance.engine_url),
                 target=self._to_send.path,
-                headers=self._to_send.headers(),
+                headers=self.spans.traced(self._to_send, span).headers(),
                 body=self._to_send.body_for(handle.instance.models),
                 connector=KV_CONNECTORS[settings.kv_connector],
                 within_s=settings.first_token_s,
@@ -306,6 +323,7 @@ class Generation:
             raise PrefillError(str(error) or "the engine did not answer in time") from None
         finally:
             self.prefills.labels(leg.result).inc()
+            end_prefill(span, leg.result)
             self.driver.ended(leg.outcome())
         if reply.status != OK:
             refusal = error_of(reply.status, reply.body[:MAX_ERROR_BYTES])

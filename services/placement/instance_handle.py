@@ -168,8 +168,8 @@ class InstanceHandle:
 
     # What it reports by itself.
 
-    def watch(self, interval_s: float) -> None:
-        """Have it report every change, at most once per interval; with an infinite one it does not report."""
+    def watch(self, interval_s: float, *, after_s: float = 0.0) -> None:
+        """Have it report every change from a time on, at most once per interval; with an infinite one, not at all."""
         if 0.5 <= interval_s / self._interval_s <= 2 or interval_s == self._interval_s:
             return
         self._interval_s = interval_s
@@ -180,12 +180,15 @@ class InstanceHandle:
             self.status.reported_state = "ready"  # as far as is known
             self.is_silent = False
             return
-        self._watching = asyncio.create_task(supervised(f"watch of {self.name}", partial(self._follow, interval_s)))
+        self._watching = asyncio.create_task(
+            supervised(f"watch of {self.name}", partial(self._follow, interval_s, after_s))
+        )
         if self.status.indicators:
             self._update_table()
 
-    async def _follow(self, interval_s: float) -> None:
+    async def _follow(self, interval_s: float, after_s: float) -> None:
         """Follow its reports; call again after a pause that grows while calls fail."""
+        await asyncio.sleep(after_s)
         backoff = Backoff(
             first_s=self._settings.first_pause_s, max_s=self._settings.longest_pause_s, random=random.random
         )

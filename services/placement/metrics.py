@@ -8,11 +8,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Summ
 
 from scheduler.placement import Placement
 from services.bounded_label import BoundedLabel
+from services.latency_buckets import LATENCIES_S
 
 SECONDS = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
-LATENCIES = (
-    0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0,
-)  # fmt: skip
 HELD_SECONDS = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 
 
@@ -42,14 +40,14 @@ class SchedulerMetrics:
             "block_predicted_ttft_seconds",
             "Forecasts of the time to first token that requests were placed by.",
             ("model",),
-            buckets=LATENCIES,
+            buckets=LATENCIES_S,
             registry=registry,
         )
         self._predicted_e2e_s = Histogram(
             "block_predicted_e2e_seconds",
             "Forecasts of the whole latency that requests were placed by.",
             ("model",),
-            buckets=LATENCIES,
+            buckets=LATENCIES_S,
             registry=registry,
         )
         self._state_age_s = Histogram(

@@ -21,6 +21,7 @@ from services.http.trace_context import TRACEPARENT, trace_parent_from
 from services.logs import log_event
 from services.placement.driver import PlacementDriver
 from services.placement.generation import Generation
+from services.placement.generation_spans import CANCELLED, GenerationSpans, bytes_of
 from services.placement.upstream_engine import engine_request_from
 from services.rpc.errors import status_of
 from services.rpc.messages import require_name
@@ -34,7 +35,6 @@ log = logging.getLogger(__name__)
 Context = grpc.aio.ServicerContext[Any, Any]
 
 SERVICE = scheduler_pb2.DESCRIPTOR.services_by_name["Scheduler"].full_name
-CANCELLED = "CANCELLED"
 ENDLESS = ("/block.v1.Scheduler/Tail",)  # streams that end when the caller leaves
 DEADLINES_PER_DECISION = 3  # of the sidecars, within which a decision is made
 
@@ -81,7 +81,7 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
     ) -> scheduler_pb2.ScheduleResponse:
         """Decide, and reserve at the chosen instance."""
         patience = patience_s(context.time_remaining(), self._deadline_s)
-        span = None if self._tracer is None else begun(self._tracer, "Schedule", context)
+        span = None if self._tracer is None else started_span(self._tracer, "Schedule", context)
         if span is None:
             return scheduler_pb2.ScheduleResponse(decision=await self._driver.schedule(request, patience))
         error = ""
@@ -121,11 +121,15 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
         context: Context,
     ) -> AsyncIterator[scheduler_pb2.GenerateResponse]:
         """Decide, send the request, and stream its answer; until the first token another engine may be tried."""
-        arrived_s = time.monotonic()
+        arrived_s, arrived_unix_s = time.monotonic(), time.time()
         engine_request = engine_request_from(request)
         ask = engine_request.read()
         waited_s = request.request.waited_s
         await self._measure(request.request, ask)
+        metadata = context.invocation_metadata() or ()
+        spans = GenerationSpans(
+            self._tracer, metadata, engine_request, ask, request.request, arrived_unix_s=arrived_unix_s
+        )
         generation = Generation(
             driver=self._driver,
             client=self._client,
@@ -137,10 +141,12 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
             message=request,
             arrived_s=arrived_s,
             waited_s=waited_s,
+            spans=spans,
         )
-        async with aclosing(generation.events()) as events:
-            async for event in events:
-                yield event
+        with spans.recorded(f"{SERVICE}/Generate"):
+            async with aclosing(generation.events()) as events:
+                async for event in events:
+                    yield event
 
     async def _measure(self, request: common_pb2.Request, ask: OpenAIRequest) -> None:
         """Find out the length of a prompt and the names of its blocks, as far as the client did not give them."""
@@ -193,16 +199,12 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
         return scheduler_pb2.UsePolicyResponse(policy=request.policy, before=before)
 
 
-def begun(tracer: RequestTracer, method: str, context: Context) -> ActiveSpan | None:
+def started_span(tracer: RequestTracer, method: str, context: Context) -> ActiveSpan | None:
     """Start the span of a call, below that of its caller; None where the call is not sampled."""
     metadata = context.invocation_metadata() or ()
     parent = next((value for name, value in metadata if name == TRACEPARENT.decode()), "")
     attributes = {"rpc.system.name": "grpc", "rpc.method": f"{SERVICE}/{method}"}
-    return tracer.begin(f"{SERVICE}/{method}", trace_parent_from(_bytes(parent)), attributes, time.time())
-
-
-def _bytes(value: str | bytes) -> bytes:
-    return value.encode("ascii", "replace") if isinstance(value, str) else value
+    return tracer.begin(f"{SERVICE}/{method}", trace_parent_from(bytes_of(parent)), attributes, time.time())
 
 
 def patience_s(left_s: float | None, sidecar_deadline_s: float) -> float:

@@ -20,6 +20,7 @@ from prometheus_client import CollectorRegistry
 from protos.block.v1 import common_pb2
 from scheduler.placement import Placement
 from services.placement.decision_log import DecisionLog
+from services.placement.instance_handle import InstanceHandle
 from services.placement.instance_registry import InstanceRegistry
 from services.placement.listeners import PlacementListener
 from services.placement.provisioner_watch import ProvisionerWatch
@@ -40,6 +41,7 @@ COUNTERS_EVERY = 4  # frames
 REPORT_S = 0.25  # between two reports of an instance while somebody watches
 MAX_REPORTS_PER_S = 100  # of all instances together
 MAX_PLACED = 32  # requests in one frame
+MAX_REPORTED = 32  # instances in one frame whose numbers have changed; those whose state has changed are in any case
 MAX_ENDED = 512
 MAX_SHOWN = 600  # requests that a reader gets at first
 MAX_KNOWN = 4000  # whose ends are passed on; a page keeps as many
@@ -53,6 +55,20 @@ class UnsentPlacement(NamedTuple):
     request: common_pb2.Request
     message: common_pb2.Decision
     waited_s: float
+
+
+class SentInstance(NamedTuple):
+    """What a reader knows of an instance: its state, and how old its numbers are."""
+
+    state: tuple[Any, ...]
+    reported_s: float
+
+    @classmethod
+    def of(cls, handle: InstanceHandle) -> SentInstance:
+        """Return what a frame would say now."""
+        status = handle.status
+        state = (handle.message, status.is_healthy, status.reported_state, handle.is_silent)
+        return cls(state, status.reported_s)
 
 
 class TailReader:
@@ -110,7 +126,7 @@ class Tail(PlacementListener):
         self._ended: deque[common_pb2.Outcome] = deque(maxlen=MAX_ENDED)
         self._num_placed = 0  # since the last frame
         self._shown: dict[str, Record] = {}  # by request id
-        self._sent: dict[str, tuple[Any, ...]] = {}  # what readers know of each instance
+        self._sent: dict[str, SentInstance] = {}  # what readers know of each instance, the longest ago first
         self._num_frames = 0
         self._tasks: list[asyncio.Task[None]] = []  # that run while somebody watches
 
@@ -222,18 +238,20 @@ class Tail(PlacementListener):
         return {name: value for name, value in found.items() if value}
 
     def _changed_instances(self) -> tuple[list[Record], list[str]]:
-        now_s, changed = time.monotonic(), []
-        handles = self._instances.handles()
-        for handle in handles:
-            status = handle.status
-            key = (handle.message, status.reported_s, status.is_healthy, status.reported_state, handle.is_silent)
-            if self._sent.get(handle.name) != key:
-                self._sent[handle.name] = key
-                changed.append(instance_record(handle, now_s))
-        gone = self._sent.keys() - {handle.name for handle in handles}
+        """Return the instances with another state, some of those with other numbers, and the names of those gone."""
+        now_s = time.monotonic()
+        handles = {handle.name: handle for handle in self._instances.handles()}
+        gone = self._sent.keys() - handles.keys()
         for name in gone:
             del self._sent[name]
-        return changed, sorted(gone)
+        seen = {name: SentInstance.of(handle) for name, handle in handles.items()}
+        changed = [name for name, one in seen.items() if name not in self._sent or self._sent[name].state != one.state]
+        reported = (name for name, sent in self._sent.items() if sent.reported_s != seen[name].reported_s)
+        changed = list(dict.fromkeys([*changed, *islice(reported, MAX_REPORTED)]))
+        for name in changed:
+            self._sent.pop(name, None)
+            self._sent[name] = seen[name]
+        return [instance_record(handles[name], now_s) for name in changed], sorted(gone)
 
     def _whole(self) -> bytes:
         """Return all that is known, in place of what a reader has."""

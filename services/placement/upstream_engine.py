@@ -67,6 +67,7 @@ class EngineRequest:
     request_id: str
     prompt: bytes  # as text, for the tagger
     output_tokens: int | None = None  # of an emulated answer
+    trace_headers: tuple[tuple[bytes, bytes], ...] = ()
 
     def read(self) -> OpenAIRequest:
         """Return the values that placing it needs."""
@@ -79,7 +80,7 @@ class EngineRequest:
             headers.append((b"x-request-id", self.request_id.encode()))
         if self.output_tokens is not None:
             headers.append((b"x-block-output-tokens", b"%d" % self.output_tokens))
-        return headers
+        return [*headers, *self.trace_headers]
 
     def with_facts(self, request: common_pb2.Request, waited_s: float = 0.0, *, is_demoted: bool) -> EngineRequest:
         """Add the final priority, class, targets, weight and ids, for vLLM with the plug-in.

@@ -186,7 +186,7 @@ async def mirroring(
     origin = origin_of(settings.engine_url)
     source = MirroredEngine(settings, profile, sidecar.residual, sidecar.forget_s)
     metrics = MirrorMetrics(registry, sidecar.instance_id, lambda: source.num_unknown)
-    proxy = Proxy(settings, origin, source, metrics.count_reply)
+    proxy = Proxy(settings, origin, source, metrics.count_reply, registry)
     with listening(settings.host, settings.port, "proxy_port") as own:
         port = own.getsockname()[1]
         scraping = asyncio.create_task(supervised("scraping metrics", partial(_scrape, settings, origin, source)))

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from typing import Any
 from uuid import uuid4
 
+from prometheus_client import CollectorRegistry
+
 from predictor.mirror.events import RequestArrived
 from services.http.application import JSON, REQUEST_ID, Application, Call, Endpoint, Scope, while_client_stays
 from services.http.client import ConnectError, Connection, Headers, HttpClient, Origin, request_head
@@ -38,10 +40,15 @@ class Proxy(Application):
     name = "sidecar"
 
     def __init__(
-        self, settings: MirrorSettings, origin: Origin, mirror: EventSink, count_reply: Callable[[str, int], None]
+        self,
+        settings: MirrorSettings,
+        origin: Origin,
+        mirror: EventSink,
+        count_reply: Callable[[str, int], None],
+        registry: CollectorRegistry | None = None,
     ) -> None:
         """Forward to an engine; `count_reply` is called with the path and the status of every reply."""
-        super().__init__(max_concurrency=settings.max_concurrency)
+        super().__init__(max_concurrency=settings.max_concurrency, limits=settings.http, registry=registry)
         self._settings = settings
         self._origin = origin
         self._mirror = mirror

@@ -11,6 +11,7 @@ from predictor.config import EngineConfig
 from predictor.lengths import DEFAULT_RESIDUAL, RESIDUALS
 from predictor.suggestions import require_known
 from services.http.client import origin_of
+from services.http.limits import HttpLimits
 from services.predictor_server.profile_watch_settings import ProfileWatchSettings
 from services.settings import Nested, Option
 
@@ -40,6 +41,7 @@ class MirrorSettings:
             name="count_prompts",
         ),
     ] = True
+    http: Annotated[HttpLimits, Nested()] = field(default_factory=HttpLimits)
     metrics_s: float = 0.5
     max_concurrency: int = 1024
     max_body_bytes: int = 16 * 2**20

@@ -21,7 +21,15 @@ from predictor.fitting.model_shard import Share
 from predictor.fitting.paged_layout import CACHE_BYTES, Counts, num_pages, paged_layout, pool_size
 from services.profiling.torch_device import Run
 from services.profiling.torch_experts import ExpertKernel, TorchExperts, random_routings
-from services.profiling.vllm_kernels import HEAD_DIMS, VllmCpuAttention, VllmCpuExperts, cpu_operators, has_experts_of
+from services.profiling.vllm_kernels import (
+    HEAD_DIMS,
+    Product,
+    VllmCpuAttention,
+    VllmCpuExperts,
+    cpu_operators,
+    has_experts_of,
+    vllm_cpu_product,
+)
 
 SCALE = 0.02  # of weights, so that products neither overflow nor vanish
 EPSILON = 1e-6
@@ -40,20 +48,21 @@ class TorchLayer:
         self._device = device
         self._dtype = getattr(torch, share.dtype)
         hidden, heads = share.model.hidden_size, share.num_heads * share.model.head_dim
-        self._qkv = self.copies(share.qkv_size, hidden)
-        self._o = self.copies(hidden, heads)
+        self._qkv = self.products(share.qkv_size, hidden)
+        self._o = self.products(hidden, heads)
         if share.model.num_dense_layers:
             self._mlp = Mlp(self, hidden, share.intermediate_size)
         if share.model.experts:
             num, size = share.model.experts.num, share.expert_size
-            self._router = self.copies(num, hidden)
+            self._router = self.products(num, hidden)
             self._shared = Mlp(self, hidden, share.shared_size) if share.shared_size else None
             weights = zip(self.copies(num * 2 * size, hidden), self.copies(num * size, hidden), strict=False)
             self._experts = [
                 experts_for(share, device, gate_up.view(num, 2 * size, hidden), down.view(num, hidden, size))
                 for gate_up, down in weights
             ]
-        self._head = self._random(share.vocab_size, hidden)
+        self._vocabulary = self._random(share.vocab_size, hidden)
+        self._head = product_of(self._vocabulary, device)
         self._bias = self._random(share.qkv_size) if share.has_qkv_bias else None
         self._norm = self._random(hidden)
         self._head_norm = self._random(share.model.head_dim)
@@ -75,7 +84,7 @@ class TorchLayer:
             return functional.rms_norm(residual, (model.hidden_size,), self._norm, EPSILON)
 
         kernels: dict[str, Run] = {
-            "embedding": lambda _: functional.embedding(ids, self._head),
+            "embedding": lambda _: functional.embedding(ids, self._vocabulary),
             "norm": norm,
             "qkv": _multiplied(hidden, self._qkv, self._bias),
             "rotary": lambda _: torch.mul(queries_and_keys, rotation, out=rotated),
@@ -100,7 +109,7 @@ class TorchLayer:
         runs = [kernel.of(routings, hidden) for kernel in self._experts]
 
         def router(number: int) -> object:
-            scores = functional.linear(hidden, self._router[number % len(self._router)])
+            scores = self._router[number % len(self._router)](hidden, None)
             return torch.softmax(scores, dim=-1).topk(experts.per_token)
 
         kernels: dict[str, Run] = {"router": router, "experts": lambda number: runs[number % len(runs)](number)}
@@ -111,7 +120,11 @@ class TorchLayer:
     def head(self, sequences: int) -> Run:
         """Return the kernel that samples a token per sequence: output embedding and argmax."""
         hidden = self._random(sequences, self._share.model.hidden_size)
-        return lambda _: functional.linear(hidden, self._head).float().argmax(dim=-1)
+        return lambda _: self._head(hidden, None).float().argmax(dim=-1)
+
+    def products(self, rows: int, columns: int) -> list[Product]:
+        """Draw a matrix, with enough copies to exceed every cache, and return the products with each."""
+        return [product_of(weight, self._device) for weight in self.copies(rows, columns)]
 
     def copies(self, rows: int, columns: int) -> list[torch.Tensor]:
         """Draw a matrix, with enough copies to exceed every cache."""
@@ -130,7 +143,7 @@ class Mlp:
     def __init__(self, layer: TorchLayer, hidden: int, size: int) -> None:
         """Draw the weights."""
         self._size = size
-        self._gate_up, self._down = layer.copies(2 * size, hidden), layer.copies(hidden, size)
+        self._gate_up, self._down = layer.products(2 * size, hidden), layer.products(hidden, size)
 
     def kernels(self, hidden: torch.Tensor, random: Callable[..., torch.Tensor]) -> dict[str, Run]:
         """Return the kernels for tokens with these hidden states."""
@@ -140,6 +153,14 @@ class Mlp:
             "activation": lambda _: functional.glu(gated),
             "down": _multiplied(activated, self._down),
         }
+
+
+def product_of(weight: torch.Tensor, device: torch.device) -> Product:
+    """Return the product of hidden states and a matrix: vLLM's on CPUs if it is installed, else torch's."""
+    operators = cpu_operators() if device.type == "cpu" else None
+    if operators is not None:
+        return vllm_cpu_product(operators, weight)
+    return lambda states, bias: functional.linear(states, weight, bias)
 
 
 def experts_for(share: Share, device: torch.device, gate_up: torch.Tensor, down: torch.Tensor) -> ExpertKernel:
@@ -157,8 +178,8 @@ def drawn(sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> tor
     return some.repeat(-(-count // len(some)))[:count].view(*sizes)
 
 
-def _multiplied(states: torch.Tensor, copies: list[torch.Tensor], bias: torch.Tensor | None = None) -> Run:
-    return lambda number: functional.linear(states, copies[number % len(copies)], bias)
+def _multiplied(states: torch.Tensor, products: list[Product], bias: torch.Tensor | None = None) -> Run:
+    return lambda number: products[number % len(products)](states, bias)
 
 
 class Attention(Protocol):

@@ -1,4 +1,4 @@
-"""vLLM's own kernels on CPUs, where vLLM is installed: attention over pages, and fused experts.
+"""vLLM's own kernels on CPUs, where vLLM is installed: products, attention over pages, and fused experts.
 
 On GPUs torch's kernels are FlashAttention and grouped products, as engines run them; on CPUs they differ several times.
 """
@@ -6,7 +6,7 @@ On GPUs torch's kernels are FlashAttention and grouped products, as engines run 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,8 @@ from predictor.fitting.model_shard import Share
 from predictor.fitting.paged_layout import num_pages, paged_layout, pool_size
 from services.profiling.torch_device import Run
 from services.profiling.torch_experts import Routing
+
+Product = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]  # of hidden states with a matrix, and a bias
 
 PAGE_TOKENS = 128  # of vLLM's CPU build
 HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -30,8 +32,20 @@ def cpu_operators() -> Any | None:
         return None
     from vllm import _custom_ops
 
-    needed = ("cpu_attention_with_kv_cache", "get_scheduler_metadata", "cpu_fused_moe", "prepack_moe_weight")
+    needed = (
+        "cpu_attention_with_kv_cache",
+        "get_scheduler_metadata",
+        "cpu_fused_moe",
+        "prepack_moe_weight",
+        "onednn_mm",
+    )
     return _custom_ops if all(hasattr(torch.ops._C, name) for name in needed) else None  # noqa: SLF001
+
+
+def vllm_cpu_product(operators: Any, weight: torch.Tensor) -> Product:
+    """Return the product with a matrix, which vLLM packs once."""
+    handler = operators.create_onednn_mm(weight.t())
+    return lambda states, bias: operators.onednn_mm(handler, states, bias)  # type: ignore[no-any-return]
 
 
 def has_experts_of(share: Share) -> bool:

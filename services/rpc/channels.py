@@ -16,6 +16,9 @@ KEEPALIVE = (
     ("grpc.keepalive_timeout_ms", 5_000),
 )
 NO_PROXY = (("grpc.enable_http_proxy", 0),)
+MAX_METADATA_BYTES = 16 * 2**10  # of a call; gRPC resets one with more by RESOURCE_EXHAUSTED
+MAX_STREAMS = 4096  # of one connection at a time
+HANDSHAKE_S = 10.0
 
 
 def open_channel(address: str, key: OwnKey = NO_OWN_KEY) -> grpc.aio.Channel:
@@ -42,9 +45,12 @@ def open_blocking_channel(address: str, key: OwnKey = NO_OWN_KEY) -> grpc.Channe
 
 
 def make_server(
-    *, max_message_bytes: int, interceptors: tuple[grpc.aio.ServerInterceptor, ...] = ()
+    *,
+    max_message_bytes: int,
+    interceptors: tuple[grpc.aio.ServerInterceptor, ...] = (),
+    max_streams: int = MAX_STREAMS,
 ) -> grpc.aio.Server:
-    """Make a server that listens nowhere yet."""
+    """Make a server that listens nowhere yet; a client sends further calls once it has fewer than `max_streams`."""
     return grpc.aio.server(
         interceptors=interceptors,
         options=[
@@ -53,9 +59,20 @@ def make_server(
             ("grpc.http2.bdp_probe", 0),  # messages are small: not worth a ping after each pause (scripts/bench_rpc.py)
             ("grpc.so_reuseport", 0),  # or a second server on this port would take half of the calls instead of failing
             ("grpc.keepalive_permit_without_calls", 1),
+            # a client that sends pings more often than this loses its connection at the third
             ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+            ("grpc.http2.max_ping_strikes", 2),
+            ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+            ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
+            ("grpc.max_concurrent_streams", max_streams),
+            ("grpc.server_handshake_timeout_ms", round(HANDSHAKE_S * 1000)),
         ],
     )
+
+
+def streams_for(max_concurrency: int) -> int:
+    """Return how many streams a connection may have, so that calls beyond the limit are refused and do not wait."""
+    return min(2**31 - 1, 2 * max_concurrency + 128)
 
 
 def bind_server(

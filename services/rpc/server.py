@@ -16,7 +16,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry
 
 from services.logs import log_event
-from services.rpc.channels import bind_server, make_server
+from services.rpc.channels import bind_server, make_server, streams_for
 from services.rpc.interceptor import CallInterceptor, Handler
 from services.rpc.settings import ServerSettings
 from services.security.access import AccessControl
@@ -76,7 +76,11 @@ async def serving(  # noqa: PLR0913 - what any of our servers may need
         return
     names = service_names(services)
     interceptor = CallInterceptor(settings.max_concurrency, registry, names, endless, access)
-    server = make_server(max_message_bytes=settings.max_message_mib * MEBIBYTE, interceptors=(interceptor,))
+    server = make_server(
+        max_message_bytes=settings.max_message_mib * MEBIBYTE,
+        interceptors=(interceptor,),
+        max_streams=streams_for(settings.max_concurrency),
+    )
     for register in services:
         register(server)
     state = health.aio.HealthServicer()

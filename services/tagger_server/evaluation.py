@@ -14,6 +14,7 @@ from length_tagger.evaluation import ALL, Predictions, Progress, predictions_on,
 from length_tagger.linear import SHIPPED, LinearTagger, load
 from length_tagger.samples import Sample, part_of
 from services.tagger_server.batches import SMALL, Batched, encoder_from
+from simulator.progress import followed
 
 MAX_ERRORS = 1000  # rows per kind; simulations need no more
 
@@ -86,7 +87,8 @@ def outcomes_from(path: str) -> list[tuple[int, Estimate]] | None:
     outcomes: list[tuple[int, Estimate]] = []
     try:
         with Path(path).open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
+            num_bytes = Path(path).stat().st_size
+            for number, line in enumerate(followed(lines, "reading outcomes", num_bytes, size=len), 1):
                 if not line.strip():
                     continue
                 row = json.loads(line)

@@ -33,6 +33,7 @@ from simulator.accuracy.window import (
     steps_from,
 )
 from simulator.codec import checked, plain, read_text, request_from, snapshot_from
+from simulator.progress import followed
 
 WINDOW, STATE, REQUEST, STEP = "window", "state", "request", "step"
 KINDS = (WINDOW, STATE, REQUEST, STEP)
@@ -59,11 +60,12 @@ def window_lines(window: ObservedWindow) -> Iterator[str]:
     yield _line(WINDOW, header)
     if window.state is not None:
         yield _line(STATE, {"snapshot": plain(window.state)})
-    for request in window.requests:
+    for request in followed(window.requests, "writing requests", len(window.requests)):
         yield _line(REQUEST, _request_fields(request))
     steps = window.steps
     columns = [steps.number, steps.start_s, *(getattr(steps.columns, name) for name in STEP_COLUMNS[2:])]
-    for row in zip(*(column.tolist() for column in columns), strict=True):
+    rows = zip(*(column.tolist() for column in columns), strict=True)
+    for row in followed(rows, "writing steps", len(steps)):
         numbers = {name: int(value) if name in COUNTS else value for name, value in zip(STEP_COLUMNS, row, strict=True)}
         yield _line(STEP, numbers)
 
@@ -83,7 +85,8 @@ def _request_fields(request: ObservedRequest) -> dict[str, Any]:
 
 def read_window(path: str) -> ObservedWindow:
     """Read a window from a file; `-` is standard input."""
-    return window_from_lines(path, read_text(path).splitlines())
+    lines = read_text(path).splitlines()
+    return window_from_lines(path, followed(lines, "reading the window", len(lines)))
 
 
 def window_from_lines(path: str, lines: Iterable[str]) -> ObservedWindow:

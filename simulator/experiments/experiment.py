@@ -90,7 +90,7 @@ HYBRID_METRICS = {
         "rt_ttft_p99_s", "rt_tpot_mean_s", "rt_throughput", "preemptions",
     )
 }  # fmt: skip
-# Of one engine whose rule tells urgent requests from the others.
+# Of one engine whose rule distinguishes urgent requests from the others.
 URGENCY_METRICS = {name: operator.itemgetter(name) for name in ("num_urgent", "num_normal", "urgent_share")}
 OWN_METRICS = {FORECASTS: FORECAST_METRICS, HYBRID: HYBRID_METRICS, URGENCY: URGENCY_METRICS}
 HYBRID_PLOTS = ("rt_normalized_latency_s", "be_throughput", "rt_ttft_attained", "rt_tpot_attained")

@@ -1,7 +1,7 @@
 """Two small clusters under load and faults, with a Prometheus that scrapes all of their processes.
 
-One has a provisioner with tiers, a scheduler and requests that wait or are refused; the other has a prefill and two decode engines
-and a gateway that decides in its own process.
+One has a provisioner with tiers, a scheduler, an endpoint picker beside it, and requests that wait or are refused; the
+other has a prefill and two decode engines and a gateway that decides in its own process.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ import httpx
 import yaml
 
 from services.cluster import Cluster, ClusterSettings, running
+from services.cluster.child import Child
 from services.cluster.settings import settings_from_file
 from tests.deploy.prometheus_programs import RULE_FILES, RULES, program
+from tests.deploy.scraped_picker import asked, picker_over
 from tests.ports import free_port
 from tests.services.waiting import PATIENCE_S, bound, until
 
@@ -91,6 +93,7 @@ class Scraped:
 
     provisioned: Cluster
     pooled: Cluster
+    picker: Child
     client: httpx.AsyncClient
     url: str  # of Prometheus
     targets: Path
@@ -133,6 +136,7 @@ class Scraped:
                     part, f"block-{part}"
                 )
                 jobs.setdefault(job, []).append((f"{cluster.folder.name}/{name}" if job != "vllm" else name, str(port)))
+        jobs["block-picker"] = [("picker", str(self.picker.metrics_port))]
         for instance, engine, sidecar in self._started_by_the_provisioner():
             jobs.setdefault("vllm", []).append((instance, engine))
             jobs.setdefault("block-sidecar", []).append((f"{instance}/sidecar", sidecar))
@@ -169,11 +173,15 @@ async def scraped(folder: Path) -> AsyncIterator[Scraped]:
         home = folder / "prometheus"
         (home / "targets").mkdir(parents=True)
         url = await stack.enter_async_context(prometheus(home, client))
-        found = Scraped(provisioned=clusters[0], pooled=clusters[1], client=client, url=url, targets=home / "targets")
+        picker = await stack.enter_async_context(picker_over(clusters[0].instances_file))
+        found = Scraped(
+            provisioned=clusters[0], pooled=clusters[1], picker=picker, client=client, url=url, targets=home / "targets"
+        )
         found.write_targets()
         for cluster in clusters:
             (gateway,) = cluster.gateway_urls.values()
             await stack.enter_async_context(loaded(gateway, client))
+        await stack.enter_async_context(asked(picker, client))
         yield found
 
 

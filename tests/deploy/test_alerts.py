@@ -45,6 +45,24 @@ def targets(missed: float) -> dict[str, str]:
     }
 
 
+def picks(increase: float) -> dict[str, str]:
+    """A counter of requests for which a picker chose endpoints."""
+    return {'block_picker_picks_total{how="placed"}': per_minute(increase)}
+
+
+def refused(status: str, reason: str, increase: float) -> dict[str, str]:
+    """A counter of requests that a picker answers itself."""
+    return {f'block_picker_refused_total{{status="{status}",reason="{reason}"}}': per_minute(increase)}
+
+
+def decision_times(bound_s: float) -> dict[str, str]:
+    """Decisions of a picker within a bound, the half of them within a much lower one."""
+    return {
+        f'block_picker_decision_seconds_bucket{{le="{le}"}}': per_minute(60 if float(le) >= bound_s else 30)
+        for le in ("0.01", "0.2", "0.5", "1", "+Inf")
+    }
+
+
 def first_tokens(bound_s: float) -> dict[str, str]:
     """Requests whose first token comes within a bound."""
     return {
@@ -96,6 +114,12 @@ CASES = {
     "BlockTimeToFirstTokenHigh": Case(first_tokens(20), first_tokens(5), 15),
     "BlockSloBurnRateFast": Case(targets(0.2), targets(0.05), 75),
     "BlockSloBurnRateSlow": Case(targets(0.1), targets(0.05), 400),
+    "BlockPickerFails": Case(
+        picks(60) | refused("503", "rejected-no-endpoints", 6),
+        picks(60) | refused("503", "rejected-no-endpoints", 1) | refused("429", "rejected-saturated", 60),
+        15,
+    ),
+    "BlockPickerSlow": Case(decision_times(1), decision_times(0.5), 15),
     "BlockSchedulerDown": Case(
         {'up{job="block-scheduler",instance="s"}': steady(0)}, {'up{job="block-scheduler",instance="s"}': steady(1)}, 5
     ),

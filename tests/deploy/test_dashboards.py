@@ -16,7 +16,7 @@ from scripts import generate_dashboards
 from scripts.dashboards import DASHBOARDS
 from scripts.dashboards.dashboard import TPOT_SLO, TTFT_SLO
 from scripts.dashboards.known_metrics import faults_of, known_series
-from services.gateway.metrics import LATENCIES_S, TOKEN_GAPS_S
+from services.latency_buckets import LATENCIES_S, TOKEN_GAPS_S
 from tests.deploy.prometheus_programs import ROOT, RULE_FILES
 from tests.docs.pages import anchors_of
 

@@ -1,6 +1,6 @@
 // Forecasts beside outcomes.
 
-import { count, el, isNumber, quantile, seconds, share, table } from "./dom.js";
+import { RedrawnView, count, el, quantile, seconds, share, table } from "./dom.js";
 import { lines, scatter, seriesMark } from "./drawing.js";
 import { errorOf } from "./state.js";
 
@@ -8,28 +8,22 @@ const SERIES = 4; // instances drawn apart; the others together
 const MAX_POINTS = 600;
 const BUCKETS = 30;
 
-export class AccuracyView {
+export class AccuracyView extends RedrawnView {
   constructor(page) {
-    this.page = page;
+    super(page, 2000);
     this.what = "e2e";
   }
 
   mount(root) {
     const choose = el("select", { onchange: (event) => { this.what = event.target.value; this.drawnAt = undefined; } },
       [["e2e", "e2e"], ["ttft", "TTFT"]].map(([value, label]) => el("option", { value, selected: value === this.what }, label)));
-    this.body = el("div", {});
-    root.append(el("p", {}, el("label", {}, "Latency ", choose)), this.body);
-    this.drawnAt = undefined;
+    root.append(el("p", {}, el("label", {}, "Latency ", choose)));
+    super.mount(root);
   }
 
-  draw(state, now) {
-    if (this.drawnAt !== undefined && performance.now() - this.drawnAt < 2000) return;
-    this.drawnAt = performance.now();
+  contents(state, now) {
     const known = state.errors.filter((one) => one.at <= now && errorOf(one[this.what]) !== undefined);
-    if (!known.length) {
-      this.body.replaceChildren(el("p", {}, "No request with a forecast has ended since the page was opened."));
-      return;
-    }
+    if (!known.length) return [el("p", {}, "No request with a forecast has ended since the page was opened.")];
     const byInstance = new Map();
     for (const one of known) byInstance.set(one.instance, [...(byInstance.get(one.instance) ?? []), one]);
     const names = [...byInstance.keys()].sort((a, b) => a.localeCompare(b, undefined, { numeric: true }));
@@ -41,12 +35,12 @@ export class AccuracyView {
     const points = series.map((group) => group.filter((_, at) => at % every === 0).map((one) => one[this.what]));
     const start = Math.min(...known.map((one) => one.at));
     const rows = [["all", known], ...names.map((name) => [name, byInstance.get(name)])].map(([name, group]) => summary(name, group.map((one) => errorOf(one[this.what]))));
-    this.body.replaceChildren(legend, el("div", { class: "columns" },
+    return [legend, el("div", { class: "columns" },
       el("figure", {}, el("figcaption", {}, "actual, in s, against predicted, in s; on the dashed line both are equal"), scatter("predicted, s", points) ?? "–"),
       el("figure", {}, el("figcaption", {}, "median error over time"),
         lines("seconds since the first", series.map((group) => overTime(group, this.what, start)), { xText: (value) => count(value), yText: (value) => `${Math.round(100 * value)} %` }) ?? "–")),
       table("predicted against actual, of completed requests since the page was opened", ["<instance", "requests", "median error", "P90 error", "bias"], rows, (at) => ({ "data-instance": at ? names[at - 1] : "all" })),
-      ...this.totals(state));
+      ...this.totals(state)];
   }
 
   // The scheduler's own averages, since it started and uncorrected.

@@ -23,6 +23,26 @@ export function svg(tag, attributes, ...children) {
   return filled(document.createElementNS(SVG, tag), attributes, children);
 }
 
+// A view whose contents are made again, at most once per interval.
+export class RedrawnView {
+  constructor(page, everyMs = 1000) {
+    this.page = page;
+    this.everyMs = everyMs;
+  }
+
+  mount(root) {
+    this.body = el("div", {});
+    root.append(this.body);
+    this.drawnAt = undefined;
+  }
+
+  draw(state, now) {
+    if (this.drawnAt !== undefined && performance.now() - this.drawnAt < this.everyMs) return;
+    this.drawnAt = performance.now();
+    this.body.replaceChildren(...this.contents(state, now));
+  }
+}
+
 // Set a text only where it differs: unchanged nodes cost no layout.
 export function setText(node, text) {
   if (node.textContent !== text) node.textContent = text;

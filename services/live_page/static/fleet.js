@@ -1,22 +1,10 @@
 // How many instances there are over time, and what a provisioner plans.
 
-import { clock, count, el, seconds, table } from "./dom.js";
+import { RedrawnView, clock, count, el, seconds, table } from "./dom.js";
 import { lines, seriesMark, whole } from "./drawing.js";
 
-export class FleetView {
-  constructor(page) {
-    this.page = page;
-  }
-
-  mount(root) {
-    this.body = el("div", {});
-    root.append(this.body);
-    this.drawnAt = undefined;
-  }
-
-  draw(state, now) {
-    if (this.drawnAt !== undefined && performance.now() - this.drawnAt < 1000) return;
-    this.drawnAt = performance.now();
+export class FleetView extends RedrawnView {
+  contents(state, now) {
     const history = state.history.filter((one) => one.at <= now);
     const of = (name) => history.map((one) => [one.at - now, one[name]]);
     const legend = (names) => el("p", { class: "legend" }, names.map((name, at) => el("span", {}, seriesMark(at), " ", name)));
@@ -24,9 +12,9 @@ export class FleetView {
       const drawn = lines("seconds from now", series, { xText: count, yText: whole, isStep: true });
       return drawn ? el("figure", {}, legend(names), drawn) : "";
     };
-    this.body.replaceChildren(el("h2", {}, "Instances over time"), el("div", { class: "columns" },
+    return [el("h2", {}, "Instances over time"), el("div", { class: "columns" },
       chart(["ready", "not ready"], [of("ready"), of("other")]), chart(["running", "waiting in engines", "in the admission queue"], [of("running"), of("waiting"), of("held")])),
-      ...tiers(state), ...provisioner(state.said("provisioning").at(-1)));
+      ...tiers(state), ...provisioner(state.said("provisioning").at(-1))];
   }
 }
 

@@ -1,28 +1,14 @@
 // What requests with targets attained, the admission queue, and what was shed: the counters of /metrics.
 
-import { count, el, seconds, share, table } from "./dom.js";
+import { RedrawnView, count, el, seconds, share, table } from "./dom.js";
 import { lines, whole } from "./drawing.js";
 
 const TARGETS = { ttft: "TTFT", tpot: "mean TPOT", slo: "all targets", deadlines: "every token" };
 
-export class SlosView {
-  constructor(page) {
-    this.page = page;
-  }
-
-  mount(root) {
-    this.body = el("div", {});
-    root.append(this.body);
-    this.drawnAt = undefined;
-  }
-
-  draw(state, now) {
-    if (this.drawnAt !== undefined && performance.now() - this.drawnAt < 1000) return;
-    this.drawnAt = performance.now();
-    const parts = [];
-    if (!state.isLive) parts.push(el("p", {}, "A recording holds no counters; attainment is that of a live system."));
-    parts.push(...byClass(state), ...byClient(state), ...queue(state, now), ...shed(state), ...ends(state));
-    this.body.replaceChildren(...parts);
+export class SlosView extends RedrawnView {
+  contents(state, now) {
+    const note = state.isLive ? [] : [el("p", {}, "A recording has no counters; attainment is that of a live system.")];
+    return [...note, ...byClass(state), ...byClient(state), ...queue(state, now), ...shed(state), ...ends(state)];
   }
 }
 

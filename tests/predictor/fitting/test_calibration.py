@@ -121,10 +121,10 @@ def test_constants_that_cannot_be_told_apart() -> None:
     assert found_by(calibration) == pytest.approx({"constant_s": 2e-3}, rel=0.05)
     reasons = {one.name: one.why_not for one in calibration.constants if one.why_not}
     assert reasons == {
-        "token_s": "cannot be told apart from constant_s here",
+        "token_s": "cannot be separated from constant_s here",
         "prefill_s": "has no effect on this window",
     }
-    assert "cannot be told apart" in calibration.describe()
+    assert "cannot be separated" in calibration.describe()
 
 
 def test_intervals_contain_the_truth() -> None:

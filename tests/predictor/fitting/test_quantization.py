@@ -57,7 +57,8 @@ def test_the_types_of_caches() -> None:
     fp8 = {"torch_dtype": "bfloat16", "quantization_config": {"quant_method": "fp8"}}
     assert kv_number_bytes(fp8) == 2
     assert kv_number_bytes(fp8, cache_dtype="fp8") == 1
-    assert kv_number_bytes({"torch_dtype": "float32"}) == 4
+    assert kv_number_bytes({"torch_dtype": "float32"}) == 2  # vLLM converts it
+    assert kv_number_bytes({"torch_dtype": "float32"}, cache_dtype="float32") == 4
     assert kv_number_bytes({"quantization_config": {"kv_cache_scheme": {"num_bits": 8}}}) == 1
 
 

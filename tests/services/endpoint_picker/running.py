@@ -48,7 +48,11 @@ class Picking:
 
 @asynccontextmanager
 async def picking(
-    *answers: Answer, roles: tuple[str, ...] = (), settings: Mapping[str, Any] | None = None, **scheduler: Any
+    *answers: Answer,
+    roles: tuple[str, ...] = (),
+    settings: Mapping[str, Any] | None = None,
+    tracer: Any = None,
+    **scheduler: Any,
 ) -> AsyncIterator[Picking]:
     """Run a picker over an instance for each answer of an engine; instances are called a, b and so on."""
     async with AsyncExitStack() as stack:
@@ -63,6 +67,7 @@ async def picking(
                 ServerSettings(drain_s=0.0),
                 SchedulerSettings(**{"scheduler_id": "own", "sidecar_deadline_s": PATIENCE_S, **scheduler}),
                 Listed([stub.instance for stub in stubs]),
+                tracer=tracer,
             )
         )
         channel = await stack.enter_async_context(grpc.aio.insecure_channel(f"{LOCAL}:{running.port}"))

@@ -7,6 +7,7 @@ import itertools
 import json
 import tracemalloc
 
+import grpc
 import pytest
 
 from protos.block.v1 import common_pb2
@@ -241,6 +242,20 @@ def test_legs_go_to_two_instances() -> None:
             await one.respond_body(event("Hi", "stop") + DONE)
             await one.read()
             await until(lambda: not any(sidecar.held for sidecar in here.sidecars))
+
+    run(test)
+
+
+def test_a_stream_that_breaks_the_protocol_is_counted() -> None:
+    """As a fault of the proxy; others go on."""
+
+    async def test() -> None:
+        async with picking(completes) as here:
+            one = Proxy(call=here.stub.Process())
+            await one.call.write(wire.ProcessingRequest())
+            await until(lambda: here.metric("block_picker_stream_errors_total", why="protocol") == 1)
+            assert await one.call.code() is grpc.StatusCode.INVALID_ARGUMENT
+            await placed(here)
 
     run(test)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
-from typing import Any
 
 import httpx
 import pytest
@@ -19,55 +18,17 @@ from services.placement.settings import SchedulerSettings
 from services.rpc.server import serving as rpc_serving
 from services.rpc.settings import ServerSettings
 from services.scheduler_server import scheduling
-from services.tracing.sampling import Sampling
 from tests.services.gateway.stubs import LOCAL, Call, Engine, completes, engines, scene, streams
 from tests.services.gateway.test_disaggregating import Prefill, drops, pools
 from tests.services.stub_sidecars import sidecars
-from tests.services.waiting import LIMIT_S, PATIENCE_S, run, until
+from tests.services.waiting import LIMIT_S, PATIENCE_S, run
 
 pytest.importorskip("opentelemetry.sdk")
 
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from tests.services.span_recorder import SPAN, TRACE, SpanRecorder
 
-from services.tracing.spans import RequestTracer
-
-TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 REQUEST = {"model": "tiny", "prompt": "Say hello", "max_tokens": 3}
 OPENMETRICS = {"accept": "application/openmetrics-text; version=1.0.0"}
-
-
-class Recorder:
-    """A tracer that keeps the spans of its requests in memory."""
-
-    def __init__(self, share: float = 1.0) -> None:
-        """Record a share of the requests, drawn as 0.5."""
-        self.exporter = InMemorySpanExporter()
-        provider = TracerProvider(shutdown_on_exit=False)
-        provider.add_span_processor(SimpleSpanProcessor(self.exporter))
-        self.tracer = RequestTracer(provider, Sampling(share=share), lambda: 0.5)
-
-    @property
-    def spans(self) -> list[ReadableSpan]:
-        """The spans that have ended, in the order of their starts."""
-        return sorted(self.exporter.get_finished_spans(), key=lambda span: span.start_time or 0)
-
-    async def tree(self, root: str) -> dict[str, Any]:
-        """Wait until a span without a parent here has ended; the tree of names below it."""
-        await until(lambda: any(span.name == root for span in self.spans))
-
-        def below(span: ReadableSpan) -> dict[str, Any]:
-            children = [one for one in self.spans if one.parent and one.parent.span_id == span.context.span_id]
-            return {one.name: below(one) for one in children}
-
-        (found,) = (span for span in self.spans if span.name == root)
-        return {root: below(found)}
-
-    def named(self, name: str) -> ReadableSpan:
-        """The only span of a name."""
-        (found,) = (span for span in self.spans if span.name == name)
-        return found
 
 
 def ids_in(call: Call | httpx.Response) -> tuple[str, str, str]:
@@ -77,7 +38,7 @@ def ids_in(call: Call | httpx.Response) -> tuple[str, str, str]:
 
 
 @asynccontextmanager
-async def through_a_scheduler(recorder: Recorder) -> AsyncIterator[tuple[httpx.AsyncClient, Engine]]:
+async def through_a_scheduler(recorder: SpanRecorder) -> AsyncIterator[tuple[httpx.AsyncClient, Engine]]:
     """Run a gateway, a real scheduler with a stub sidecar, and a stub engine; both servers record to one place."""
     async with AsyncExitStack() as stack:
         (engine,) = await stack.enter_async_context(engines(streams))
@@ -100,7 +61,7 @@ def test_one_request_is_one_tree() -> None:
     """Gateway, scheduler and the engine's parent; with what was predicted, what happened, and the client's trace."""
 
     async def test() -> None:
-        recorder = Recorder(share=0.0)  # the client's flag decides
+        recorder = SpanRecorder(share=0.0)  # the client's flag decides
         async with through_a_scheduler(recorder) as (client, engine):
             headers = {"traceparent": f"00-{TRACE}-{SPAN}-01", "tracestate": "vendor=1", "x-session-id": "mine"}
             reply = await client.post("/v1/completions", json={**REQUEST, "stream": True}, headers=headers)
@@ -149,7 +110,7 @@ def test_what_is_not_sampled_has_no_span() -> None:
     """Neither here nor in the engine, which gets the flag; a client's own ids stay."""
 
     async def test() -> None:
-        recorder = Recorder(share=0.4)
+        recorder = SpanRecorder(share=0.4)
         async with through_a_scheduler(recorder) as (client, engine):
             headers = {"traceparent": f"00-{TRACE}-{SPAN}-00"}
             assert (await client.post("/v1/completions", json=REQUEST)).status_code == 200
@@ -166,7 +127,7 @@ def test_a_share_starts_traces_of_its_own() -> None:
     """Exemplars name them."""
 
     async def test() -> None:
-        recorder = Recorder(share=0.6)
+        recorder = SpanRecorder(share=0.6)
         async with scene(streams, tracer=recorder.tracer) as here:
             await here.post(
                 "/v1/chat/completions", messages=[{"role": "user", "content": "Hi"}], prompt=None, stream=True
@@ -195,7 +156,7 @@ def test_legs_and_attempts_are_children() -> None:
     """A decode instance that fails and the one after it have the same parent, and each its own span."""
 
     async def test() -> None:
-        recorder = Recorder()
+        recorder = SpanRecorder()
         async with pools([Prefill()], [drops, completes], tracer=recorder.tracer) as here:
             assert (await here.post()).status_code == 200
             await recorder.tree("text_completion tiny")
@@ -222,7 +183,7 @@ def test_a_request_that_fails() -> None:
     """Its span and that of the decision have the status as their error."""
 
     async def test() -> None:
-        recorder = Recorder()
+        recorder = SpanRecorder()
         async with scene(tracer=recorder.tracer) as here:
             assert (await here.post()).status_code == 503
             await recorder.tree("text_completion tiny")

@@ -23,7 +23,7 @@ CONFIG: dict[str, Any] = {
     "torch_dtype": "float32", "max_position_embeddings": 256, "sliding_window": 32, "use_sliding_window": True,
     "max_window_layers": 1,
 }  # fmt: skip
-SHARE = share_of(CONFIG)
+SHARE = share_of(CONFIG, dtype="float32")
 REACH = Reach(max_num_seqs=4, max_num_batched_tokens=32, max_model_len=128, kv_tokens=1024)
 
 

@@ -43,7 +43,7 @@ CONFIG: dict[str, Any] = {
     "torch_dtype": "float32",
     "max_position_embeddings": 1024,
 }
-SHARE = share_of(CONFIG)
+SHARE = share_of(CONFIG, dtype="float32")
 REACH = Reach(max_num_seqs=16, max_num_batched_tokens=256, max_model_len=1024, kv_tokens=16384)
 MAX_ATTEMPTS = 3
 NO_LIMIT_S = 3600.0  # the plan ends long before, on any machine
@@ -156,7 +156,9 @@ def test_a_shard_takes_less_than_the_whole_model() -> None:
     """Half of the heads and of the MLP take about half the time, with enough tokens."""
     watch = CpuStopwatch(0.02, clock=time.thread_time)
     with torch.inference_mode():
-        kernels = [TorchLayer(share, CPU).dense(256) for share in (SHARE, share_of(CONFIG, tensor_parallel=2))]
+        kernels = [
+            TorchLayer(share, CPU).dense(256) for share in (SHARE, share_of(CONFIG, tensor_parallel=2, dtype="float32"))
+        ]
         for name in ("qkv", "o", "gate_up", "down"):
             rounds = [[watch.seconds(one[name]) for one in kernels] for _ in range(5)]
             whole_s, half_s = (min(times) for times in zip(*rounds, strict=True))
@@ -220,5 +222,5 @@ def test_paged_attention_is_called_correctly() -> None:
 
 def test_weights_have_copies_that_exceed_the_caches() -> None:
     """Small weights have a copy for each layer, so that a run does not find them in a cache."""
-    layer = TorchLayer(share_of({**CONFIG, "num_hidden_layers": 3}), CPU)
+    layer = TorchLayer(share_of({**CONFIG, "num_hidden_layers": 3}, dtype="float32"), CPU)
     assert len({copy.data_ptr() for copy in layer._qkv}) == 3

@@ -53,7 +53,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_config_becomes_a_profile_that_replays(made: Path) -> None:
     """The profile is valid, and has its source, its error, and step times."""
     profile = profile_from_json(made.read_text())
-    assert (profile.name, profile.model, profile.gpu, profile.dtype) == ("tiny-3-cpu", "Tiny-3", "CPU", "float32")
+    assert (profile.name, profile.model, profile.gpu, profile.dtype) == ("tiny-3-cpu", "Tiny-3", "CPU", "bfloat16")
     assert "1.5 ms of processor time a step, as given" in profile.source
     assert profile.step_time.constant_s >= 1.5e-3
     assert profile.valid.max_tokens == 32

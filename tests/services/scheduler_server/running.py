@@ -108,12 +108,16 @@ class Client:
 
 @asynccontextmanager
 async def scheduler(
-    found: Sequence[StubSidecar] | InstanceSource, server: ServerSettings | None = None, **settings: Any
+    found: Sequence[StubSidecar] | InstanceSource,
+    server: ServerSettings | None = None,
+    tracer: Any = None,
+    **settings: Any,
 ) -> AsyncIterator[Client]:
     """Serve a scheduler over some sidecars; give a client."""
     source = Listed([stub.instance for stub in found]) if isinstance(found, Sequence) else found
     registry = CollectorRegistry()
-    async with scheduling(SchedulerSettings(**{**PATIENT, **settings}), source, registry, poll_s=0.005) as service:
+    complete = SchedulerSettings(**{**PATIENT, **settings})
+    async with scheduling(complete, source, registry, poll_s=0.005, tracer=tracer) as service:
         register = partial(scheduler_pb2_grpc.add_SchedulerServicer_to_server, service)
         async with (
             serving(server or ServerSettings(), [register], registry) as here,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import resource
 import threading
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from protos.block.v1 import common_pb2, scheduler_pb2
-from services.decision_recordings import decisions_in, is_recording, requests_in
+from services.decision_recordings import decisions_in, is_recording, outcomes_in, requests_in
 from services.explanations import in_short, table_of
 from services.placement.decision_log import DecisionLog
 from services.placement.decision_recorder import MAX_PENDING, DecisionRecorder
@@ -232,6 +233,34 @@ def test_lines_that_a_full_disk_refuses_are_counted() -> None:
         recorder.on_outcome(common_pb2.Outcome(request_id="r"))
     recorder.close()
     assert (recorded(registry, "lost"), recorded(registry, "written")) == (3, 0)
+
+
+def test_a_line_that_a_full_disk_cuts_off_is_removed(tmp_path: Path) -> None:
+    """Lines that are written later make a recording that can be read."""
+    path, registry = tmp_path / "full.jsonl", CollectorRegistry()
+    recorder = DecisionRecorder(str(path), share=1.0, max_bytes=2**30, metrics=SchedulerMetrics(registry))
+    recorder._write(b'{"event":"outcome","outcome":{"request_id":"one"}}\n')
+    size, limits = path.stat().st_size, resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, limits[1]))
+    try:
+        with pytest.raises(OSError, match="disk is full"):
+            recorder._write(b'{"event":"outcome","outcome":{"request_id":"cut"}}\n')
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    recorder._write(b'{"event":"outcome","outcome":{"request_id":"two"}}\n')
+    recorder.close()
+    assert [one.request_id for one in outcomes_in(str(path))] == ["one", "two"]
+
+
+@pytest.mark.parametrize("cut", [b'{"event"', b"x" * 200_000])
+def test_a_line_that_a_crash_cut_off_is_removed_at_the_next_start(tmp_path: Path, cut: bytes) -> None:
+    """However long it is."""
+    path, registry = tmp_path / "cut.jsonl", CollectorRegistry()
+    path.write_bytes(b'{"event":"outcome","outcome":{"request_id":"one"}}\n' + cut)
+    recorder = DecisionRecorder(str(path), share=1.0, max_bytes=2**30, metrics=SchedulerMetrics(registry))
+    recorder.on_outcome(common_pb2.Outcome(request_id="two"))
+    recorder.close()
+    assert [one.request_id for one in outcomes_in(str(path))] == ["one", "two"]
 
 
 def recorded(registry: CollectorRegistry, result: str) -> float:

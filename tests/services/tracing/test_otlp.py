@@ -16,6 +16,7 @@ from tests.services.waiting import PATIENCE_S
 IMPORTED = """
 import sys
 from services.cli import block
+from services.endpoint_picker.server import serving as picker_serving
 from services.gateway.server import serving
 from services.scheduler_server import scheduling
 from services.tracing.otlp import TracingSettings, tracer_from
@@ -33,7 +34,7 @@ tracer_from(TracingSettings(otlp_traces_endpoint="http://a:1"), "name", {})
 
 
 def test_nothing_is_imported_without_an_endpoint() -> None:
-    """Neither by the command line, nor by gateway and scheduler."""
+    """Neither by the command line, nor by gateway, scheduler and picker."""
     done = subprocess.run([sys.executable, "-c", IMPORTED], capture_output=True, text=True, check=False)
     assert (done.stdout, done.returncode) == ("[]\n", 0), done.stderr
 

@@ -1,0 +1,54 @@
+"""The locks of the image: every package has its version and hashes, and nothing names this machine."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from scripts.lock_dependencies import BUILD_LOCK, LOCK, WANTED, locked_in, problems_of, wanted_by_image
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("lock", [LOCK, BUILD_LOCK], ids=lambda path: path.name)
+def test_a_lock_fits_the_project(lock: Path) -> None:
+    """Every requirement is locked with hashes."""
+    text = lock.read_text()
+    assert problems_of(text, WANTED[lock]()) == []
+    assert len(locked_in(text)) >= len(WANTED[lock]())
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda text: re.sub(r"numpy==[\d.]+", "numpy==1.0", text), "numpy: 1.0 is locked, >=2.0 is wanted"),
+        (lambda text: text.replace("\nhpack==", "\nother=="), "hpack: is missing"),
+        (lambda text: text + "alone==1.0\n", "alone: has no hash"),
+        (lambda text: "--index-url https://example.org/simple\n" + text, "line 1: names a place"),
+        (lambda text: "--find-links /wheels\n" + text, "line 1: names a place"),
+    ],
+)
+def test_a_lock_that_does_not_fit_is_found(change: Callable[[str], str], problem: str) -> None:
+    """A version that is too old, a package that is missing, one without hashes, and a place."""
+    assert problem in problems_of(change(LOCK.read_text()), wanted_by_image())
+
+
+def test_the_image_is_installed_by_hashes() -> None:
+    """Packages come from the locks, and Block's own wheels are built without others."""
+    image = (ROOT / "deploy" / "Dockerfile").read_text()
+    commands = re.findall(r"bin/pip (install|wheel)((?:.|\\\n)*?)(?:&&|\n(?!\s))", image)
+    assert len(commands) == 6
+    for name, arguments in commands:
+        locked = "--require-hashes -r /locks/" in arguments
+        assert locked or "--no-deps" in arguments
+        assert locked or ("--no-build-isolation" if name == "wheel" else "--no-index") in arguments
+
+
+def test_every_locked_package_has_its_licence_listed() -> None:
+    """With the locked version."""
+    page = (ROOT / "docs" / "reference" / "licences.md").read_text()
+    listed = dict(re.findall(r"^\| ([\w-]+) \| ([\w.]+) \| \S", page, re.MULTILINE))
+    assert listed == {name: package.version for name, package in locked_in(LOCK.read_text()).items()}
