@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from scipy.optimize import nnls
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -172,6 +171,8 @@ def compared(timings: Sequence[Timings], share: Share, steps: Steps) -> list[dic
 
 def least_relative(rest_s: np.ndarray, columns: np.ndarray, measured_s: np.ndarray) -> np.ndarray:
     """Return coefficients of at least 0 with small relative errors; batches far from the others count little."""
+    from scipy.optimize import nnls  # vLLM's Python may have none
+
     weights = 1 / measured_s
     found = np.zeros(columns.shape[1])
     for _ in range(ROUNDS):

@@ -43,9 +43,9 @@ class Gateway(Application):
         """Serve with what all requests share; `access` checks clients and operators."""
         super().__init__(
             max_concurrency=context.settings.max_concurrency,
+            access=access,
             limits=context.settings.http,
             registry=context.metrics.registry,
-            access=access,
         )
         self._context = context
         self._access = access

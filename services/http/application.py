@@ -110,15 +110,18 @@ class Application:
         self,
         *,
         max_concurrency: int | None = None,
+        access: AccessControl | None = None,
         limits: HttpLimits = DEFAULT_LIMITS,
         registry: CollectorRegistry | None = None,
-        access: AccessControl | None = None,
     ) -> None:
-        """Serve no path yet; None sets no limit, checks no caller, and counts no refusals."""
+        """Serve no path yet; None sets no limit on concurrency, and checks no caller.
+
+        Refusals are counted in a registry.
+        """
         self.draining = False
+        self.access = access
         self.limits = limits
         self.refusals = Refusals(registry)
-        self.access = access
         self.routes: Mapping[str, Mapping[str, Endpoint]] = {}
         self._max_concurrency = max_concurrency
         self._admitted: set[asyncio.Task[Any]] = set()

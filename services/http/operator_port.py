@@ -23,7 +23,7 @@ class OperatorPort(Application):
 
     def __init__(self, registry: CollectorRegistry, access: AccessControl | None = None) -> None:
         """Serve the metrics of a registry; `access` checks callers, by default by where they are."""
-        super().__init__(registry=registry, access=access or AccessControl())
+        super().__init__(access=access or AccessControl(), registry=registry)
         self._registry = registry
         self.routes: Routes = {"/metrics": {"GET": self._metrics}}
 

@@ -45,7 +45,7 @@ def cpu_operators() -> Any | None:
 def vllm_cpu_product(operators: Any, weight: torch.Tensor) -> Product:
     """Return the product with a matrix, which vLLM packs once."""
     handler = operators.create_onednn_mm(weight.t())
-    return lambda states, bias: operators.onednn_mm(handler, states, bias)  # type: ignore[no-any-return]
+    return lambda states, bias: operators.onednn_mm(handler, states, bias)
 
 
 def has_experts_of(share: Share) -> bool:
