@@ -213,7 +213,7 @@ class HttpBodyTarget:
 async def gateway_before(*urls: str, **settings: Any) -> AsyncIterator[Any]:
     """Run a gateway without a scheduler before engines."""
     given = GatewaySettings(engine_urls=urls, **{"attempts": 1, "max_body_bytes": 2**20, **settings})
-    async with serving(given, ServerSettings(drain_s=0.0), ApiKeys(())) as running:
+    async with serving(given, ServerSettings(drain_s=0.0)) as running:
         yield running.gateway
 
 
@@ -488,5 +488,5 @@ async def open_http_head(_: Path) -> AsyncIterator[HttpHeadTarget]:
     async with AsyncExitStack() as stack:
         (engine,) = await stack.enter_async_context(engines(answers))
         given = GatewaySettings(engine_urls=(engine.url,), attempts=1, max_body_bytes=2**16)
-        running = await stack.enter_async_context(serving(given, ServerSettings(drain_s=0.0), ApiKeys(())))
+        running = await stack.enter_async_context(serving(given, ServerSettings(drain_s=0.0)))
         yield HttpHeadTarget(running.gateway, running.port, engine.calls)
