@@ -14,7 +14,6 @@ from typing import Any
 
 import httptools
 from prometheus_client import CollectorRegistry
-from services.gateway.keys import ApiKeys
 from uvicorn import Config
 from uvicorn.protocols.http.httptools_impl import HEADER_RE, HEADER_VALUE_RE
 from uvicorn.server import ServerState
