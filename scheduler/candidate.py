@@ -125,6 +125,22 @@ def delayed(forecast: Forecast, num_reservations: int) -> Forecast:
     )
 
 
+def with_delays_of(before: Forecast | None, forecast: Forecast) -> Forecast:
+    """Complete a forecast that came with a conflict, for which no delays were asked, by those of the one before."""
+    if before is None or forecast.delay_sum_s is not None:
+        return forecast
+    return replace(
+        forecast,
+        delay_sum_s=before.delay_sum_s,
+        delay_worst_s=before.delay_worst_s,
+        others_preempted=before.others_preempted,
+        others_missed=before.others_missed,
+        gain_before=before.gain_before,
+        gain_after=before.gain_after,
+        least_slack_s=before.least_slack_s,
+    )
+
+
 FORECAST_FIELDS: Mapping[str, Callable[[Any], Any]] = {
     "predicted_ttft_s": attrgetter("ttft_s"),
     "predicted_e2e_s": attrgetter("e2e_s"),

@@ -20,6 +20,7 @@ from scheduler.admission.queue import (
     is_patient,
 )
 from scheduler.admission.shares import ClassShares
+from scheduler.candidates import Candidates
 from scheduler.decision import Decision
 from scheduler.disaggregation import SERVE_WHOLE, WITHOUT_POOL, DisaggregatedDecision
 from scheduler.instances import CLASS_LIMIT, QUEUE_FULL, TENANT_LIMIT, InstanceDirectory
@@ -140,6 +141,26 @@ class SchedulerCore:
         known = self.prefill_token_s
         self.prefill_token_s = min(token_s, known * (1 + PREFILL_FADE)) if known else token_s
 
+    # Prompts and sessions.
+
+    def look_up(self, request: PlacementRequest, policy: Policy, known: Candidates) -> None:
+        """Add what is known of a request's prompt, and of its session, where a policy reads that."""
+        if policy.needs_prefix:
+            if request.prefix_hits is None:
+                self.prefixes.look_up(request.blocks, known)
+            else:
+                hits, rows = request.prefix_hits, known.rows
+                known.columns["prefix_hit_tokens"] = hits if rows is None else hits[rows]
+        if policy.needs_session:
+            self.sessions.look_up(request, known)
+
+    def remember(self, request: PlacementRequest, policy: Policy, instance_id: str) -> None:
+        """Remember where the prompt and the session of a request went."""
+        if policy.needs_prefix and request.prefix_hits is None:
+            self.prefixes.sent(instance_id, request.blocks)
+        if policy.needs_session:
+            self.sessions.placed(request, instance_id)
+
     # The admission queue.
 
     def next_number(self) -> int:
@@ -176,10 +197,9 @@ class SchedulerCore:
             return CLASS_LIMIT
         return ""
 
-    def leave(self, decision: Decision, number: int, now_s: float) -> None:
-        """Remove a decision from its queue; it is the turn of the next one, in every lane."""
-        model = decision.request.model
-        queue = self._queues[model]
+    def leave(self, request: PlacementRequest, number: int, now_s: float) -> None:
+        """Remove a request from its queue; it is the turn of the next one, in every lane."""
+        queue = self._queues[request.model]
         queue.leave(number)
         del self.waiting[number]
         if queue:
@@ -188,11 +208,11 @@ class SchedulerCore:
             for head in queue.heads(now_s):
                 self.wake(head)
         else:
-            del self._queues[model]  # callers may name any model
+            del self._queues[request.model]  # callers may name any model
 
-    def move(self, decision: Decision, waiting: WaitingRequest, deadline_s: float, now_s: float) -> None:
-        """Move a decision to another lane of its queue; it is the turn of the next one in the lane that it leaves."""
-        queue = self._queues[decision.request.model]
+    def move(self, request: PlacementRequest, waiting: WaitingRequest, deadline_s: float, now_s: float) -> None:
+        """Move a request to another lane of its queue; it is the turn of the next one in the lane that it leaves."""
+        queue = self._queues[request.model]
         queue.change(deadline_s, waiting)
         for head in queue.heads(now_s):
             if head != waiting.number:
@@ -227,9 +247,8 @@ class SchedulerCore:
             self._refusals[lane] = RecentRefusals(len(ids), PATIENT_ASK_AGAIN_S if is_patient(lane) else ASK_AGAIN_S)
         return self._refusals[lane]
 
-    def admitted(self, decision: Decision, now_s: float) -> None:
-        """Count the tokens of a request that got its placement, for the turns of tenants and the share of classes."""
-        request = decision.request
+    def admitted(self, request: PlacementRequest, now_s: float) -> None:
+        """Count the tokens of a request that got its placement, for the share of its class."""
         tokens = num_tokens_of(request)
         self.shares_of(request.model).count(tokens, now_s, best_effort=request.objective.is_best_effort)
 

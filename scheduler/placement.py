@@ -104,4 +104,4 @@ class Placement:
     @property
     def next_best(self) -> Sequence[str]:
         """The other instances that may serve the request, best first."""
-        return [name for name in self.decision.ranking() if name != self.instance_id]
+        return [name for name in self.decision.explanation.ranking() if name != self.instance_id]

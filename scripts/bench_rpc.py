@@ -42,7 +42,7 @@ from prometheus_client import CollectorRegistry
 
 from protos.block.v1 import common_pb2, predictor_pb2, predictor_pb2_grpc
 from scripts.report import report
-from services.rpc.channels import bind_server, make_server, open_channel
+from services.rpc.channels import bind_server, make_server
 from services.rpc.grpc_channel import PREFIX, GrpcChannel
 from services.rpc.interceptor import CallInterceptor
 
@@ -95,7 +95,7 @@ async def called(pid: int, ports: Sequence[int], turns: int, calls: int) -> list
     async with AsyncExitStack() as stack:
         cases: dict[tuple[str, str], Call] = {}
         for variant, port in zip(VARIANTS, ports, strict=True):
-            channel = await stack.enter_async_context(open_channel(f"{HOST}:{port}"))
+            channel = await stack.enter_async_context(grpc.aio.insecure_channel(f"{HOST}:{port}"))
             stub: Any = predictor_pb2_grpc.PredictorStub(channel)
             stream = stub.PredictStream()
             stack.callback(stream.cancel)

@@ -37,7 +37,7 @@ PARTS = {
     "tagger_server": "Length tagger",
     "provisioner_server": "Provisioner",
     "rpc": "Every gRPC server",
-    "security": "Every server: keys, roles, audit log",
+    "security": "TLS, keys, roles, audit log, of every process",
     "http": "Every HTTP server: gateways, mirrors' proxies, metrics ports",
     "emulator": "Emulated engine",
 }

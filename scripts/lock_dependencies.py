@@ -29,7 +29,7 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parents[1]
 PROJECTS = (ROOT / "pyproject.toml", ROOT / "deploy" / "vllm_plugin" / "pyproject.toml")
 LOCK, BUILD_LOCK = ROOT / "deploy" / "requirements.lock", ROOT / "deploy" / "build.lock"
-IMAGE_EXTRAS = ("kubernetes", "picker")
+IMAGE_EXTRAS = ("kubernetes",)
 PYTHON_VERSION = "3.11"  # of the image
 HEADER = "# Written by scripts/lock_dependencies.py, for pip install --require-hashes in the container image.\n"
 PIN = re.compile(r"^(?P<name>[A-Za-z0-9._-]+)==(?P<version>[^\s;]+)(?P<marker>\s*;[^\\]*)?")

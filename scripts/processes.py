@@ -30,11 +30,12 @@ class Running:
 
     process: subprocess.Popen[str]
     port: int
+    scheme: str = "http"
 
     @property
     def url(self) -> str:
         """Its URL."""
-        return f"http://{PLACE}:{self.port}"
+        return f"{self.scheme}://{PLACE}:{self.port}"
 
     def cpu_s(self) -> float:
         """Processor seconds of the process and its children so far: all threads, user and system mode."""

@@ -18,6 +18,8 @@ import httptools
 import uvloop
 
 from protos.block.v1 import common_pb2, predictor_pb2, scheduler_pb2, scheduler_pb2_grpc
+from services.security.certificates import Certificates
+from services.security.settings import NO_TLS, TlsSettings
 
 PLACE = "127.0.0.1"
 MODEL = "bench"
@@ -33,17 +35,19 @@ def main() -> None:
     """Serve as the stand-in that the arguments name."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parts = parser.add_subparsers(dest="part", required=True)
-    parts.add_parser("engine")
-    parts.add_parser("scheduler").add_argument("urls", nargs="+", help="of the engines")
+    engine, scheduler = parts.add_parser("engine"), parts.add_parser("scheduler")
+    for one in (engine, scheduler):
+        one.add_argument("--tls", metavar="DIR", help="certificates of `block certs`; clients must present one, too")
+    scheduler.add_argument("urls", nargs="+", help="of the engines")
     sidecars = parts.add_parser("sidecars")
     sidecars.add_argument("num", type=int)
     sidecars.add_argument("together", type=int, help="number behind one port")
     sidecars.add_argument("--changing", action="store_true", help="indicators change all the time, as under load")
     arguments = parser.parse_args()
     if arguments.part == "engine":
-        uvloop.run(serve_engine())
+        uvloop.run(serve_engine(certificates_in(arguments.tls, "engine")))
     elif arguments.part == "scheduler":
-        uvloop.run(serve_scheduler(arguments.urls))
+        uvloop.run(serve_scheduler(arguments.urls, certificates_in(arguments.tls, "scheduler")))
     else:
         uvloop.run(serve_sidecars(arguments.num, arguments.together, changing=arguments.changing))
 
@@ -177,9 +181,19 @@ PREFILL_LEG = b'"do_remote_decode":true'
 PREFILLED = prefilled()
 
 
-async def serve_engine() -> None:
+def certificates_in(folder: str | None, part: str) -> Certificates:
+    """Return the certificates of a part, or none."""
+    if not folder:
+        return Certificates(NO_TLS)
+    return Certificates(
+        TlsSettings(tls_cert=f"{folder}/{part}.crt", tls_key=f"{folder}/{part}.key", tls_ca=f"{folder}/ca.crt")
+    )
+
+
+async def serve_engine(certificates: Certificates) -> None:
     """Serve as an engine."""
-    server = await asyncio.get_running_loop().create_server(StubEngine, PLACE, 0)
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(StubEngine, PLACE, 0, ssl=certificates.server_context)
     print(server.sockets[0].getsockname()[1], flush=True)
     await server.serve_forever()
 
@@ -247,11 +261,13 @@ class InTurn(scheduler_pb2_grpc.SchedulerServicer):
         return common_pb2.ReleaseResponse(released=True)
 
 
-async def serve_scheduler(urls: Sequence[str]) -> None:
+async def serve_scheduler(urls: Sequence[str], certificates: Certificates) -> None:
     """Serve as a scheduler."""
     server = grpc.aio.server()
+    credentials = certificates.grpc_server_credentials()
     scheduler_pb2_grpc.add_SchedulerServicer_to_server(InTurn(urls), server)
-    port = server.add_insecure_port(f"{PLACE}:0")
+    address = f"{PLACE}:0"
+    port = server.add_secure_port(address, credentials) if credentials else server.add_insecure_port(address)
     await server.start()
     print(port, flush=True)
     await server.wait_for_termination()

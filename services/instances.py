@@ -15,9 +15,11 @@ from typing import Annotated, Any
 from predictor.suggestions import require_known
 from scheduler.instances import BOTH, ROLES, role_named
 from scheduler.objectives import NO_OBJECTIVES, Objectives
+from services.drains import Drain, drain_from_table
 from services.http.client import origin_of
 from services.kubernetes.settings import KUBERNETES, KubernetesSettings
 from services.logs import log_event
+from services.security.certificates import engine_access
 from services.settings import Nested, Option
 from services.watched_file import WatchedFile
 from simulator.codec import read_text
@@ -25,7 +27,8 @@ from simulator.codec import read_text
 log = logging.getLogger(__name__)
 
 LONGEST_ID = 256
-STATES = ("ready", "draining")
+STATES = READY, DRAINING = "ready", "draining"
+BY_HTTP = "http"  # the value of --instances-from for those that are registered by HTTP alone
 FLAG_SETTINGS = ("role=", "tier=")
 
 Instances = tuple["Instance", ...]
@@ -39,11 +42,12 @@ class Instance:
     engine_url: str
     sidecar_address: str
     models: tuple[str, ...] = ()
-    state: str = "ready"
+    state: str = READY
     role: str = "both"  # or prefill, or decode
     tier: str = ""
     tier_tpot_s: float = math.inf  # the bound of its tier
     tier_closed: bool = False  # it takes only requests of its tier
+    drain: Drain | None = None  # when its requests have to leave, while it drains
 
     def __post_init__(self) -> None:
         """Check the values; ValueError names the field."""
@@ -65,6 +69,8 @@ class Instance:
             raise ValueError(f"tier_tpot_s: must be a time above 0, not {self.tier_tpot_s!r}")
         if not isinstance(self.tier_closed, bool):
             raise ValueError(f"tier_closed: must be true or false, not {self.tier_closed!r}")
+        if self.drain is not None and self.state != DRAINING:
+            raise ValueError("drain: needs the state draining")
 
 
 FIELDS = tuple(spec.name for spec in fields(Instance))
@@ -111,28 +117,48 @@ def instances_from_file(path: str) -> Instances:
             data = data.get("instances", [])
         if not isinstance(data, list):
             raise ValueError("instances: must be a list")
-        return distinct([_from_table(table, place) for place, table in enumerate(data)])
+        return distinct([_listed_at(place, table) for place, table in enumerate(data)])
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 
 
-def _from_table(table: Any, place: int) -> Instance:
+def _listed_at(place: int, table: Any) -> Instance:
     try:
-        if not isinstance(table, Mapping):
-            raise ValueError("must be a table with instance_id, engine_url and sidecar_address")
-        require_known(table, FIELDS, "field")
-        for name in REQUIRED:
-            if name not in table:
-                raise ValueError(f"{name}: is missing")
-        models = table.get("models", [])
-        if not isinstance(models, list) or not all(isinstance(model, str) for model in models):
-            raise ValueError("models: must be a list of strings")
-        for name in (*REQUIRED, "state", "role", "tier"):
-            if not isinstance(table.get(name, ""), str):
-                raise ValueError(f"{name}: must be a string, not {table[name]!r}")
-        return Instance(**{**table, "models": tuple(models), "role": role_named(table.get("role", BOTH))})
+        return instance_from_table(table)
     except ValueError as error:
         raise ValueError(f"instances[{place}].{error}") from None
+
+
+def instance_from_table(table: Any) -> Instance:
+    """Read an instance from a table of TOML or JSON; ValueError names the field."""
+    if not isinstance(table, Mapping):
+        raise ValueError("must be a table with instance_id, engine_url and sidecar_address")
+    require_known(table, FIELDS, "field")
+    for name in REQUIRED:
+        if name not in table:
+            raise ValueError(f"{name}: is missing")
+    models = table.get("models", [])
+    if not isinstance(models, list) or not all(isinstance(model, str) for model in models):
+        raise ValueError("models: must be a list of strings")
+    for name in (*REQUIRED, "state", "role", "tier"):
+        if not isinstance(table.get(name, ""), str):
+            raise ValueError(f"{name}: must be a string, not {table[name]!r}")
+    read: dict[str, Any] = {"models": tuple(models), "role": role_named(table.get("role", BOTH))}
+    if "drain" in table:
+        read["drain"] = drain_from_table(table["drain"])
+    return Instance(**{**table, **read})
+
+
+def table_of(instance: Instance) -> dict[str, Any]:
+    """Write an instance as a table of TOML or JSON, without what has its default."""
+    table: dict[str, Any] = {}
+    for spec in fields(Instance):
+        value = getattr(instance, spec.name)
+        if spec.name in REQUIRED or value != spec.default:
+            table[spec.name] = list(value) if isinstance(value, tuple) else value
+    if instance.drain is not None:
+        table["drain"] = instance.drain.table()
+    return table
 
 
 def distinct(instances: Iterable[Instance]) -> Instances:
@@ -148,10 +174,11 @@ def distinct(instances: Iterable[Instance]) -> Instances:
 class InstanceSource:
     """A source of the list of instances; a bad list is a ValueError.
 
-    `may_come_later` says that a start without a list is no mistake of the settings.
+    `may_come_later` says that a start without a list is no mistake of the settings, `kind` what the list is.
     """
 
     may_come_later: bool = False
+    kind: str = "list"
 
     async def poll(self) -> Instances | None:
         """Return the list, or None where it has not changed since the last call."""
@@ -176,6 +203,8 @@ class InstanceSource:
 class Listed(InstanceSource):
     """A fixed list."""
 
+    kind = "flags"
+
     def __init__(self, instances: Sequence[Instance]) -> None:
         """Check the list."""
         self._instances: Instances | None = distinct(instances)
@@ -189,6 +218,8 @@ class Listed(InstanceSource):
 class FromFile(WatchedFile[Instances], InstanceSource):
     """A file, read when it changes."""
 
+    kind = "file"
+
     def __init__(self, path: str) -> None:
         """Read nothing yet."""
         super().__init__(path, instances_from_file)
@@ -198,6 +229,7 @@ class FromName(InstanceSource):
     """The addresses behind a DNS name, each an engine and a sidecar on the same two ports."""
 
     may_come_later = True
+    kind = "dns"
 
     def __init__(self, name: str, *, engine_port: int, sidecar_port: int) -> None:
         """Resolve nothing yet."""
@@ -222,7 +254,7 @@ class FromName(InstanceSource):
         engine_port, sidecar_port = self._ports
         return Instance(
             instance_id=f"{host}:{engine_port}",
-            engine_url=f"http://{host}:{engine_port}",
+            engine_url=f"{engine_access().engine_scheme}://{host}:{engine_port}",
             sidecar_address=f"{host}:{sidecar_port}",
         )
 
@@ -255,8 +287,9 @@ class InstanceSourceSettings:
         str | None,
         Option(
             "Where else the instances come from: kubernetes follows the ready pods of an InferencePool (--pool-name), "
-            "or those that have labels (--endpoint-selector).",
-            choices=(KUBERNETES,),
+            "or those that have labels (--endpoint-selector); http starts with none, and waits for those that are "
+            "registered at the port for operators (--metrics-port).",
+            choices=(KUBERNETES, BY_HTTP),
             unset="the flags above",
         ),
     ] = None
@@ -272,10 +305,10 @@ class InstanceSourceSettings:
             raise ValueError(
                 "instances: give one of --instance, --instances-file, --instances-dns and --instances-from"
             )
-        if self.instances_from:
+        if self.instances_from == KUBERNETES:
             self.kubernetes.require_complete()
         elif self.kubernetes != KubernetesSettings():
-            raise ValueError("instances_from: is missing, and the settings of kubernetes need it")
+            raise ValueError("instances_from: must be kubernetes, as the settings of kubernetes need it")
 
     def source(self) -> InstanceSource:
         """Make the source."""
@@ -283,7 +316,7 @@ class InstanceSourceSettings:
             return FromFile(self.instances_file)
         if self.instances_dns:
             return source_from_name(self.instances_dns)
-        if self.instances_from:
+        if self.instances_from == KUBERNETES:
             from services.kubernetes.source import FromKubernetes
 
             return FromKubernetes(self.kubernetes)

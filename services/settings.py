@@ -27,6 +27,7 @@ PORTS = {
     "tagger": 50053,
     "provisioner": 50054,
     "picker": 9002,
+    "operator": 9153,  # of a scheduler, or of a gateway that decides in its own process
 }
 # The tables of a settings file: one for each kind of process, and those of `block up` and `block bench`.
 TABLES = (
@@ -263,6 +264,10 @@ class CommandSettings:
     def names_of(self, values: type) -> Mapping[tuple[str, ...], str]:
         """Give the settings of a dataclass by the paths of their fields."""
         return self._names[values]
+
+    def has(self, values: type) -> bool:
+        """Return whether the settings of a dataclass are among these."""
+        return values in self._names
 
     def make(self, values: type[T], given: Mapping[str, Any], extra: Mapping[str, Any]) -> T:
         """Make a settings value of what the command line has; `extra` are fields that the command knows itself."""

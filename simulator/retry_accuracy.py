@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from scheduler.decision import MIN_RETRY_AFTER_S
+from scheduler.admission.lateness import MIN_RETRY_AFTER_S
 from simulator.assembly import simulate
 from simulator.conditions import Conditions
 from simulator.fleet import InstanceSpec

@@ -395,12 +395,13 @@ class Simulation:
         instances[number], schedulers[number], decided_s[number] = index, which, now_s
         num_sends[number] += 1
         if self._needs_forecast:
-            best = decision.position
+            best = decision.comparison.position
             if best >= 0:
                 predicted_ttft_s[number] = self.results["first_token_s"][best]
                 predicted_e2e_s[number] = self.results["finished_s"][best]
             if self.decided is not None:
-                self.decided(number, index, now_s, self.results["finished_s"][: decision.num_compared])
+                num_compared = len(decision.comparison.compared or ())
+                self.decided(number, index, now_s, self.results["finished_s"][:num_compared])
         reserved_s = now_s + conditions.decision_s
         arrives_s = reserved_s + conditions.network_s
         self.unsent = (number, index, arrives_s, reserved_s if conditions.reservations else arrives_s)

@@ -151,6 +151,32 @@ GRPC = (
         width=12,
     ),
 )
+CERTIFICATES = (
+    timeseries(
+        "Time until certificates expire",
+        [
+            PanelQuery(
+                expression="min by (job, use) (block_tls_certificate_not_after_timestamp_seconds) - time()",
+                legend="{{job}} {{use}}",
+            )
+        ],
+        "Of the process's own certificates and of its CAs; alerts fire at 14 and at 2 days.",
+        unit="s",
+        width=12,
+    ),
+    timeseries(
+        "Failed TLS handshakes",
+        [
+            PanelQuery(
+                expression=rate("block_tls_handshake_failures_total", by=("side", "reason")),
+                legend="{{side}} {{reason}}",
+            )
+        ],
+        "By the side of the reporting process; scanners cause `plain_text` and `old_protocol`.",
+        unit="reqps",
+        width=12,
+    ),
+)
 SHARE_DEGRADED = one(
     "Decisions without forecasts",
     ratio(
@@ -174,5 +200,6 @@ ROUTER = Dashboard(
         DashboardRow(title="Waiting at schedulers", panels=WAITING),
         DashboardRow(title="Sidecars", panels=SIDECARS),
         DashboardRow(title="gRPC", panels=GRPC, closed=True),
+        DashboardRow(title="TLS", panels=CERTIFICATES, closed=True),
     ),
 )

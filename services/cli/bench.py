@@ -16,6 +16,7 @@ import click
 from services.cli.output_files import require_folder
 from services.cli.progress_bars import bar
 from services.cli.settings_options import SettingValues, settings_options
+from services.cli.tls_options import tls_options
 from services.load.request_format import RequestFormat
 from services.load.running import LoadLimits
 from services.load.settings import DEFAULT_RATE, DEFAULT_REQUESTS, BenchSettings
@@ -34,6 +35,7 @@ SETTINGS = CommandSettings("bench", BenchSettings, RequestFormat, LoadLimits, en
 
 @click.command()
 @click.argument("url", envvar="BLOCK_BENCH_URL")
+@tls_options
 @settings_options(SETTINGS)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def bench(given: SettingValues, url: str, *, as_json: bool) -> int:

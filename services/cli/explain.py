@@ -12,6 +12,7 @@ from google.protobuf.json_format import MessageToDict
 
 from services.cli.caller_key import api_key_option
 from services.cli.scheduler_client import message_of, query, scheduler_option
+from services.cli.tls_options import tls_options
 from services.security.own_key import OwnKey
 
 
@@ -21,6 +22,7 @@ from services.security.own_key import OwnKey
 @click.option("--record", metavar="FILE", default=None, help="Read the decision from a recording.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @api_key_option
+@tls_options
 def explain(request_id: str, scheduler: tuple[str, ...], record: str | None, *, as_json: bool, key: OwnKey) -> None:
     """Explain the decision about the request REQUEST_ID: its candidates, their scores, and the skipped instances.
 

@@ -9,6 +9,7 @@ import grpc
 
 from services.cli.caller_key import api_key_option
 from services.cli.scheduler_client import message_of, query, scheduler_option
+from services.cli.tls_options import tls_options
 from services.security.own_key import OwnKey
 
 
@@ -53,6 +54,7 @@ def policies(context: click.Context, *, as_json: bool) -> None:
 @click.argument("policy")
 @scheduler_option
 @api_key_option
+@tls_options
 def use(policy: str, scheduler: tuple[str, ...], *, key: OwnKey) -> None:
     """Switch running schedulers to POLICY, until they stop; those of other machines need an operator's key."""
     from protos.block.v1 import scheduler_pb2
@@ -72,6 +74,7 @@ def use(policy: str, scheduler: tuple[str, ...], *, key: OwnKey) -> None:
 @policies.command()
 @scheduler_option
 @api_key_option
+@tls_options
 def show(scheduler: tuple[str, ...], *, key: OwnKey) -> None:
     """Show the policy and the instances of running schedulers."""
     from protos.block.v1 import scheduler_pb2

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from datetime import UTC, datetime
 from typing import Any
 
@@ -15,8 +16,9 @@ from google.protobuf.message import Message
 from protos.block.v1 import common_pb2, provisioner_pb2_grpc
 from protos.block.v1 import provisioner_pb2 as pb
 from services.cli.caller_key import api_key_option
+from services.cli.tls_options import tls_options
 from services.instances import require_address
-from services.rpc.channels import open_blocking_channel
+from services.rpc.channels import open_channel
 from services.security.own_key import OwnKey
 from services.settings import PORTS
 
@@ -39,6 +41,7 @@ def provision() -> None:
 
 @provision.command()
 @address_option
+@tls_options
 @json_option
 @api_key_option
 def status(address: str, *, as_json: bool, key: OwnKey) -> None:
@@ -68,6 +71,7 @@ def status(address: str, *, as_json: bool, key: OwnKey) -> None:
 
 @provision.command()
 @address_option
+@tls_options
 @click.option("--rule", default="", help="Rule to plan by.  [default: the provisioner's]")
 @json_option
 @api_key_option
@@ -85,6 +89,7 @@ def plan(address: str, rule: str, *, as_json: bool, key: OwnKey) -> None:
 
 @provision.command()
 @address_option
+@tls_options
 @click.option(
     "--last", "--most", "-n", "last", type=click.IntRange(min=0), default=0, help="Number of entries.  [default: all]"
 )
@@ -105,22 +110,40 @@ def history(address: str, last: int, *, follow: bool, as_json: bool, key: OwnKey
 
 def _queried(call: Any, address: str, key: OwnKey) -> Any:
     require_address("address", address)
-    with open_blocking_channel(address, key) as channel:
-        try:
-            return call(provisioner_pb2_grpc.ProvisionerStub(channel))
-        except grpc.RpcError as error:
-            raise ValueError(f"{address}: {error.details()}") from None
+
+    async def queried() -> Any:
+        async with open_channel(address, key) as channel:
+            return await call(provisioner_pb2_grpc.ProvisionerStub(channel))
+
+    try:
+        return asyncio.run(queried())
+    except grpc.aio.AioRpcError as error:
+        raise ValueError(f"{address}: {error.details()}") from None
 
 
 def _streamed(
     address: str, request: pb.HistoryRequest, within_s: float | None, key: OwnKey
 ) -> Iterator[pb.HistoryResponse]:
     require_address("address", address)
-    with open_blocking_channel(address, key) as channel:
+
+    async def opened() -> tuple[grpc.aio.Channel, AsyncIterator[pb.HistoryResponse]]:
+        channel = open_channel(address, key)
+        history: Any = provisioner_pb2_grpc.ProvisionerStub(channel).History
+        return channel, history(request, timeout=within_s)
+
+    with asyncio.Runner() as runner:
+        channel, entries = runner.run(opened())
         try:
-            yield from provisioner_pb2_grpc.ProvisionerStub(channel).History(request, timeout=within_s)
-        except grpc.RpcError as error:
+            while (entry := runner.run(_next_of(entries))) is not None:
+                yield entry
+        except grpc.aio.AioRpcError as error:
             raise ValueError(f"{address}: {error.details()}") from None
+        finally:
+            runner.run(channel.close())
+
+
+async def _next_of(entries: AsyncIterator[pb.HistoryResponse]) -> pb.HistoryResponse | None:
+    return await anext(entries, None)
 
 
 def _plain(message: Message) -> dict[str, Any]:

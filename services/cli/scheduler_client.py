@@ -55,5 +55,5 @@ def query(
 def message_of(address: str, error: grpc.aio.AioRpcError) -> str:
     """Write the error of a call in one line."""
     if error.code() is grpc.StatusCode.UNAVAILABLE:
-        return f"{address}: no scheduler answers there"
+        return f"{address}: no scheduler answers there: {error.details()}"
     return f"{address}: {error.details()}"

@@ -5,12 +5,13 @@ from __future__ import annotations
 import click
 
 from services.cli.engine_options import ENGINE_CONFIG, EngineModelSettings, engine_of
-from services.cli.settings_options import SettingValues, settings_options
+from services.cli.settings_options import SettingValues, settings_options, tls_of
 from services.emulator.settings import STATE_FOLDER, EmulatorSettings
 from services.logs import LogSettings
+from services.security.settings import TlsSettings
 from services.settings import CommandSettings
 
-SETTINGS = CommandSettings("engine", EmulatorSettings, LogSettings, EngineModelSettings, ENGINE_CONFIG)
+SETTINGS = CommandSettings("engine", EmulatorSettings, LogSettings, TlsSettings, EngineModelSettings, ENGINE_CONFIG)
 
 
 @click.command()
@@ -37,5 +38,6 @@ def engine(given: SettingValues) -> None:
         EmulatorSettings,
         model=given["served_model_name"] or profile.model,
         state_file="" if state_file == "none" else state_file,
+        tls=tls_of(given),
     )
     serve(settings, config, profile)

@@ -14,6 +14,8 @@ from services.instances import InstanceSourceSettings
 from services.logs import LogSettings
 from services.placement.settings import SchedulerSettings
 from services.rpc.settings import ServerSettings
+from services.security.exposure import require_keys_beyond_loopback
+from services.security.settings import NONE, REQUIRED, EngineAccessSettings, TlsSettings
 from services.settings import PORTS, CommandSettings, SettingsPart
 from services.tracing.otlp import TracingSettings
 
@@ -21,8 +23,10 @@ MEBIBYTE = 2**20
 KEY_VARIABLE = "BLOCK_GATEWAY_API_KEY"
 SETTINGS = CommandSettings(
     "gateway",
-    SettingsPart(ServerSettings, defaults={"port": PORTS["gateway"]}),
+    SettingsPart(ServerSettings, defaults={"port": PORTS["gateway"]}, without=("health_port",)),
     LogSettings,
+    SettingsPart(TlsSettings, defaults={"tls_client_auth": NONE}),
+    EngineAccessSettings,
     SettingsPart(GatewaySettings, defaults={"schedulers": (f"127.0.0.1:{PORTS['scheduler']}",)}),
     TracingSettings,
     SettingsPart(InstanceSourceSettings, lent_by=serve_scheduler.SETTINGS, help="In-process: {}"),
@@ -48,12 +52,14 @@ def gateway(given: SettingValues) -> None:
     )
     keys = tuple(key.strip() for key in os.environ.get(KEY_VARIABLE, "").split(",") if key.strip())
     server = replace(server, access=replace(server.access, plain_keys=keys))
+    require_keys_beyond_loopback(server.host, server.tls, has_keys=bool(keys or server.access.api_key_file))
     decisions = None
     if settings.decide == IN_PROCESS:
         instances = given.make(InstanceSourceSettings)
         rpc = None
         if settings.scheduler_port is not None:
-            rpc = replace(server, port=settings.scheduler_port, metrics_port=None)
+            tls = replace(server.tls, tls_client_auth=REQUIRED)
+            rpc = replace(server, port=settings.scheduler_port, metrics_port=None, tls=tls)
         decisions = InProcessDecisions(
             settings=given.make(SchedulerSettings), source=instances.source(), poll_s=instances.poll_s, rpc=rpc
         )

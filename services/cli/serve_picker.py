@@ -11,6 +11,7 @@ from services.instances import InstanceSourceSettings
 from services.logs import LogSettings
 from services.placement.settings import SchedulerSettings
 from services.rpc.settings import ServerSettings
+from services.security.settings import NONE, TlsSettings
 from services.settings import PORTS, CommandSettings, SettingsPart
 from services.tracing.otlp import TracingSettings
 
@@ -20,6 +21,7 @@ SETTINGS = CommandSettings(
     "picker",
     SettingsPart(ServerSettings, defaults={"port": PORTS["picker"], "max_concurrency": MAX_STREAMS}),
     LogSettings,
+    SettingsPart(TlsSettings, defaults={"tls_client_auth": NONE}),
     PickerSettings,
     SettingsPart(InstanceSourceSettings, lent_by=serve_scheduler.SETTINGS),
     SettingsPart(SchedulerSettings, lent_by=serve_scheduler.SETTINGS),
@@ -38,7 +40,7 @@ def picker(given: SettingValues) -> None:
     """
     from services.endpoint_picker.server import serve
 
-    server = server_of(given)
+    server = server_of(given, cert_path=given["cert_path"])
     settings = given.make(
         PickerSettings, max_body_bytes=server.max_message_mib * MEBIBYTE, max_streams=server.max_concurrency
     )

@@ -13,6 +13,7 @@ from services.cli.settings_options import SettingValues, server_of, settings_opt
 from services.logs import LogSettings
 from services.predictor_server.settings import MirrorSettings, NodeSettings, SidecarSettings
 from services.rpc.settings import ServerSettings
+from services.security.settings import EngineAccessSettings, TlsSettings
 from services.settings import PORTS, CommandSettings, SettingsPart
 
 MEBIBYTE = 2**20
@@ -20,6 +21,8 @@ SETTINGS = CommandSettings(
     "predictor",
     SettingsPart(ServerSettings, defaults={"port": PORTS["predictor"]}),
     LogSettings,
+    TlsSettings,
+    EngineAccessSettings,
     NodeSettings,
     SidecarSettings,
     SettingsPart(MirrorSettings, defaults={"port": PORTS["engine_proxy"]}),
@@ -73,6 +76,7 @@ def sidecars_of(given: SettingValues, node: NodeSettings, server: ServerSettings
             max_concurrency=server.max_concurrency,
             max_body_bytes=server.max_message_mib * MEBIBYTE,
             drain_s=server.drain_s,
+            tls=server.tls,
         )
     return [given.make(SidecarSettings, instance_id=instance_id or socket.gethostname(), mirror=mirror)]
 

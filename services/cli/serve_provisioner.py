@@ -14,12 +14,15 @@ from services.cli.settings_options import SettingValues, server_of, settings_opt
 from services.logs import LogSettings
 from services.provisioner_server.settings import HookSettings, ProvisionerSettings
 from services.rpc.settings import ServerSettings
+from services.security.settings import EngineAccessSettings, TlsSettings
 from services.settings import PORTS, CommandSettings, SettingsPart
 
 SETTINGS = CommandSettings(
     "provisioner",
     SettingsPart(ServerSettings, defaults={"port": PORTS["provisioner"]}),
     LogSettings,
+    TlsSettings,
+    SettingsPart(EngineAccessSettings, without=("engine_ca", "engine_api_key_file")),
     ProvisionerSettings,
     HookSettings,
 )

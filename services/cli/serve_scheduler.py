@@ -9,6 +9,7 @@ from services.instances import InstanceSourceSettings
 from services.logs import LogSettings
 from services.placement.settings import SchedulerSettings
 from services.rpc.settings import ServerSettings
+from services.security.settings import EngineAccessSettings, TlsSettings
 from services.settings import PORTS, CommandSettings, SettingsPart
 from services.tracing.otlp import TracingSettings
 
@@ -16,6 +17,8 @@ SETTINGS = CommandSettings(
     "scheduler",
     SettingsPart(ServerSettings, defaults={"port": PORTS["scheduler"]}),
     LogSettings,
+    TlsSettings,
+    EngineAccessSettings,
     InstanceSourceSettings,
     SchedulerSettings,
     TracingSettings,

@@ -8,6 +8,7 @@ from length_tagger.settings import TaggerSettings
 from services.cli.settings_options import SettingValues, server_of, settings_options
 from services.logs import LogSettings
 from services.rpc.settings import ServerSettings
+from services.security.settings import TlsSettings
 from services.settings import PORTS, CommandSettings, SettingsPart
 from services.tagger_server.settings import EncoderSettings, TaggerServerSettings
 
@@ -15,6 +16,7 @@ SETTINGS = CommandSettings(
     "tagger",
     SettingsPart(ServerSettings, defaults={"port": PORTS["tagger"]}),
     LogSettings,
+    TlsSettings,
     TaggerServerSettings,
     EncoderSettings,
     TaggerSettings,

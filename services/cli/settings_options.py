@@ -6,6 +6,8 @@ import functools
 import logging
 import tomllib
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -14,6 +16,8 @@ from click.core import ParameterSource
 from predictor.suggestions import require_known
 from services.logs import LogSettings
 from services.rpc.settings import ServerSettings
+from services.security.certificates import use_tls
+from services.security.settings import ANY_ENGINE, EngineAccessSettings, TlsSettings
 from services.settings import TABLES, CommandSettings, Setting
 
 if TYPE_CHECKING:
@@ -54,6 +58,10 @@ class SettingValues:
     def make(self, values: type[T], **extra: Any) -> T:
         """Make one of the command's settings values; `extra` are fields that the command knows itself."""
         return self._command.make(values, self._given, extra)
+
+    def has(self, values: type) -> bool:
+        """Return whether the command has the settings of a dataclass."""
+        return self._command.has(values)
 
     def given(self, values: type) -> dict[str, Any]:
         """Give the fields of a deferred settings value that were set."""
@@ -158,11 +166,29 @@ def settings_options(command: CommandSettings) -> Callable[[Callable[..., Any]],
     return decorate
 
 
-def server_of(given: SettingValues) -> ServerSettings:
-    """Set up the log of a server's process, and make the settings of its socket."""
+def server_of(given: SettingValues, *, cert_path: str = "") -> ServerSettings:
+    """Set up the log of a server's process, and make the settings of its socket.
+
+    `cert_path` is a folder with tls.crt and tls.key, in place of a certificate and a key of their own.
+    """
     given.make(LogSettings).apply()
     given.warn_of_former_names()
-    return given.make(ServerSettings)
+    return given.make(ServerSettings, tls=tls_of(given, cert_path=cert_path))
+
+
+def tls_of(given: SettingValues, *, cert_path: str = "") -> TlsSettings:
+    """Make the settings of TLS, and have all clients of this process use them."""
+    tls = given.make(TlsSettings)
+    if cert_path:
+        if tls.tls_cert:
+            raise ValueError("cert_path: goes without tls_cert and tls_key")
+        pair = Path(cert_path, "tls.crt"), Path(cert_path, "tls.key")
+        if not all(path.is_file() for path in pair):
+            raise ValueError(f"cert_path: {cert_path} must have the files tls.crt and tls.key")
+        tls = replace(tls, tls_cert=str(pair[0]), tls_key=str(pair[1]))
+    engines = given.make(EngineAccessSettings) if given.has(EngineAccessSettings) else ANY_ENGINE
+    use_tls(tls, engines)
+    return tls
 
 
 def _values(command: CommandSettings, parameters: dict[str, Any]) -> SettingValues:

@@ -12,6 +12,7 @@ import click
 
 from services.cli.caller_key import api_key_option
 from services.cli.scheduler_client import scheduler_option
+from services.cli.tls_options import tls_options
 from services.security.own_key import OwnKey
 from services.settings import PORTS
 
@@ -40,6 +41,7 @@ CLEAR, HOME, CLEAR_LINE, CLEAR_BELOW = "\x1b[2J", "\x1b[H", "\x1b[K", "\x1b[J"
 @click.option("--once", is_flag=True, help="Print one reading and exit.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per reading, each on a line.")
 @api_key_option
+@tls_options
 def top(
     *,
     scheduler: tuple[str, ...],

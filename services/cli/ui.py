@@ -19,13 +19,18 @@ DRAIN_S = 1.0
 @click.argument("file")
 @click.option("--host", default=LOOPBACK, show_default=True, help="Address to listen on.")
 @click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port to listen on.  [default: any free port]")
-def ui(file: str, host: str, port: int) -> None:
+@click.option("--insecure", is_flag=True, help="Listen beyond this machine (--host); the page is plain HTTP.")
+def ui(file: str, host: str, port: int, *, insecure: bool) -> None:
     """Show FILE in the live page until Ctrl-C: instances as lanes over time, decisions, accuracy.
 
     FILE is a recording (JSON lines of block serve scheduler --record), or a CSV of requests (block simulate --csv,
     block bench --csv). The page is served on this machine only, unless --host says otherwise.
     """
     from services.live_page.recorded import frames_of_file
+    from services.security.exposure import is_on_loopback
+
+    if not (insecure or is_on_loopback(host)):
+        raise ValueError(f"host: {host} is reached from other machines, in plain text: give --insecure to accept it")
 
     asyncio.run(_serve(frames_of_file(file), host, port))
 

@@ -114,11 +114,20 @@ async def run_until_stopped(settings: ClusterSettings) -> None:
     try:
         async with running(settings) as cluster:
             started = True
+            if cluster.security is not None:
+                url = next(iter(cluster.gateway_urls.values()))
+                folder, ca_file = cluster.security.folder, cluster.security.ca_file
+                client = f"--tls-ca {ca_file} --tls-cert {folder}/client.crt --tls-key {folder}/client.key"
+                print(f"TLS: curl --cacert {ca_file} {url}/v1/models", file=sys.stderr)
+                print(f"TLS of commands: block top {client}", file=sys.stderr)
             for policy, url in cluster.gateway_urls.items():
                 print(f"{policy}: {url}/v1", file=sys.stderr)
                 print(f"live page of {policy}: {url}/ui", file=sys.stderr)
             for policy, addresses in cluster.scheduler_addresses.items():
                 print(f"scheduler of {policy}: block explain REQUEST_ID --scheduler {addresses[0]}", file=sys.stderr)
+            for policy, urls in cluster.operator_urls.items():
+                flags = " ".join(f"--operator {url}" for url in urls)
+                print(f"instances of {policy}: block drain NAME {flags}", file=sys.stderr)
             if settings.instance_range is None and not settings.mirror:
                 print(f"engines: block observe --state-file {cluster.folder}/NAME.state", file=sys.stderr)
             if cluster.provisioner_address:

@@ -17,6 +17,7 @@ from services.cluster.autoscaling import NAME as PROVISIONER
 from services.cluster.autoscaling import first_instances, provisioner_of
 from services.cluster.child import Child, StartError
 from services.cluster.engines import engines_of, require_exported
+from services.cluster.link_security import LinkSecurity
 from services.cluster.pools import emulator_flags, pass_blocks_on
 from services.cluster.settings import ClusterSettings, VllmSettings
 from services.rpc.channels import refuse_taken
@@ -37,6 +38,7 @@ class Cluster:
     settings: ClusterSettings
     folder: Path
     children: dict[str, Child] = field(default_factory=dict)
+    security: LinkSecurity | None = None  # without, every connection is plain text
     legs_apart: bool = True  # whether its engines can prefill and decode for each other, if they have roles
 
     @property
@@ -69,20 +71,35 @@ class Cluster:
         }
 
     @property
+    def operator_urls(self) -> Mapping[str, Sequence[str]]:
+        """The URLs of the ports for operators of each policy: where instances are drained."""
+        urls: dict[str, Sequence[str]] = {}
+        for policy in self.settings.policies:
+            names = [f"scheduler-{policy}-{number}" for number in range(self.settings.schedulers)]
+            parts = [self.children[name] for name in names or [f"gateway-{policy}"]]
+            urls[policy] = [f"http://{self.settings.host}:{part.metrics_port}" for part in parts]
+        return urls
+
+    @property
     def provisioner_address(self) -> str:
         """The address of the provisioner; empty without one."""
         return self.address_of(PROVISIONER) if self.settings.instance_range is not None else ""
 
+    @property
+    def scheme(self) -> str:
+        """The scheme of all URLs."""
+        return "http" if self.security is None else "https"
+
     def url_of(self, name: str) -> str:
         """The URL of a component with an HTTP server."""
-        return f"http://{self.settings.host}:{self.children[name].port}"
+        return f"{self.scheme}://{self.settings.host}:{self.children[name].port}"
 
     def engine_url_of(self, number: int) -> str:
         """The URL of an engine for clients: the proxy of its sidecar, if that mirrors it."""
         proxy_port = self.sidecar_of(number).proxy_port
         if proxy_port is None:
             return self.url_of(self.settings.engines[number].name)
-        return f"http://{self.settings.host}:{proxy_port}"
+        return f"{self.scheme}://{self.settings.host}:{proxy_port}"
 
     def sidecar_of(self, number: int) -> Child:
         """The sidecar process of an engine: its own if the engine is mirrored, otherwise one for several engines."""
@@ -100,10 +117,15 @@ async def running(settings: ClusterSettings, started: Callable[[str], None] | No
     refuse_taken(settings.host, settings.port, "port")  # the gateway, which listens on it, starts last
     cluster = Cluster(settings=settings, folder=_new_folder(settings.folder))
     try:
+        if settings.tls:
+            certificates = Path(settings.tls_folder) if settings.tls_folder else cluster.folder / "tls"
+            cluster.security = LinkSecurity.in_folder(certificates.absolute(), settings.host)
         if settings.instance_range is None:
             await _start(cluster, _engines_and_tagger(cluster), started)
             require_exported(settings, cluster.state_files)
-            cluster.legs_apart = await pass_blocks_on({name: cluster.url_of(name) for name in _pooled(settings)})
+            urls = {name: cluster.url_of(name) for name in _pooled(settings)}
+            tls = None if cluster.security is None else cluster.security.client().http_context
+            cluster.legs_apart = await pass_blocks_on(urls, tls)
             await _start(cluster, _sidecars(cluster), started)
         else:
             await _start(cluster, _provisioner_and_tagger(cluster), started)
@@ -118,15 +140,16 @@ async def running(settings: ClusterSettings, started: Callable[[str], None] | No
 
 def _engines_and_tagger(cluster: Cluster) -> list[Child]:
     settings = cluster.settings
-    engines = engines_of(settings, _common(settings), cluster.state_files)
-    return [*engines, Child("tagger", "tagger", *_common(settings))]
+    engines = engines_of(settings, _common(cluster, "engine"), cluster.state_files, cluster.security)
+    return [*engines, Child("tagger", "tagger", *_common(cluster, "tagger"))]
 
 
 def _provisioner_and_tagger(cluster: Cluster) -> list[Child]:
-    settings, common = cluster.settings, _common(cluster.settings)
+    settings, common = cluster.settings, _common(cluster, PROVISIONER)
     assert settings.instance_range is not None
     folder = cluster.instances_file.parent
-    return [provisioner_of(settings, settings.instance_range, common, folder), Child("tagger", "tagger", *common)]
+    provisioner = provisioner_of(settings, settings.instance_range, common, folder, cluster.security)
+    return [provisioner, Child("tagger", "tagger", *_common(cluster, "tagger"))]
 
 
 def _sidecars(cluster: Cluster) -> list[Child]:
@@ -135,7 +158,7 @@ def _sidecars(cluster: Cluster) -> list[Child]:
     if settings.mirror:
         return [
             Child(
-                f"predictor-{number}", "predictor", *_common(settings), "--instance-id", engine.name,
+                f"predictor-{number}", "predictor", *_common(cluster, "predictor"), "--instance-id", engine.name,
                 "--engine-url", cluster.url_of(engine.name), *emulator_flags(engine), *settings.sidecar_flags,
                 proxy_port=0,
             )
@@ -144,7 +167,7 @@ def _sidecars(cluster: Cluster) -> list[Child]:
     per_sidecar = settings.engines_per_sidecar
     return [
         Child(
-            f"predictor-{index}", "predictor", *_common(settings),
+            f"predictor-{index}", "predictor", *_common(cluster, "predictor"),
             *(word for number in group for word in ("--engine", _engine_flag(cluster, number))),
             *settings.sidecar_flags,
         )
@@ -164,7 +187,10 @@ def _schedulers(cluster: Cluster) -> list[Child]:
         write_instances(cluster)
     return [
         Child(
-            f"scheduler-{policy}-{number}", "scheduler", *_common(settings), *_decision_flags(cluster, policy, number)
+            f"scheduler-{policy}-{number}",
+            "scheduler",
+            *_common(cluster, "scheduler"),
+            *_decision_flags(cluster, policy, number),
         )
         for policy in settings.policies
         for number in range(settings.schedulers)
@@ -178,7 +204,7 @@ def _decision_flags(cluster: Cluster, policy: str, number: int) -> list[str]:
     flags += ["--tagger", cluster.address_of("tagger"), "--scheduler-id", f"{policy}-{number}"]
     if settings.instance_range is not None:
         flags += ["--provisioner", cluster.address_of(PROVISIONER)]
-    return [*flags, *settings.scheduler_flags]
+    return [*flags, "--metrics-port", "0", *settings.scheduler_flags]
 
 
 def _objectives_flags(settings: ClusterSettings) -> list[str]:
@@ -194,16 +220,20 @@ def _gateways(cluster: Cluster) -> list[Child]:
         if not settings.schedulers:
             flags = ["--decide", "in-process", "--scheduler-port", "0", *_decision_flags(cluster, policy, 0)]
         port = 0 if index else settings.port
-        gateways.append(Child(f"gateway-{policy}", "gateway", *_common(settings), *flags, port=port))
+        gateways.append(Child(f"gateway-{policy}", "gateway", *_common(cluster, "gateway"), *flags, port=port))
     return gateways
 
 
-def _common(settings: ClusterSettings) -> tuple[str, ...]:
+def _common(cluster: Cluster, part: str) -> tuple[str, ...]:
     """Write the flags of every process; each reads its own table of the file."""
+    settings = cluster.settings
+    protection = () if cluster.security is None else cluster.security.flags(part)
+    if settings.insecure:
+        protection += ("--insecure",)
     config = ("--config", settings.tables_file) if settings.tables_file is not None else ()
     # the line about serving is needed here
     level = "debug" if settings.log_level == "debug" else "info"
-    return (*config, "--host", settings.host, "--log-level", level)
+    return (*config, "--host", settings.host, "--log-level", level, *protection)
 
 
 def _pooled(settings: ClusterSettings) -> list[str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from services.cluster.child import Child, StartError
 from services.cluster.instance_range import InstanceRange
+from services.cluster.link_security import LinkSecurity
 from services.cluster.settings import ClusterSettings
 
 NAME = "provisioner"
@@ -17,15 +18,25 @@ CHECK_S = 0.2
 FIRST_INSTANCES_S = 300.0  # maximum time until the minimum number of instances is ready
 
 
-def provisioner_of(settings: ClusterSettings, span: InstanceRange, common: Sequence[str], folder: Path) -> Child:
+def provisioner_of(
+    settings: ClusterSettings,
+    span: InstanceRange,
+    common: Sequence[str],
+    folder: Path,
+    security: LinkSecurity | None,
+) -> Child:
     """Make the provisioner; its engines and sidecars read the same settings file, and stop when it stops."""
     flags = [word for name, value in settings.capacity.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     tables = () if settings.tables_file is None else ("--config", str(Path(settings.tables_file).absolute()))
+    of_engines, of_sidecars, scheme = [], [], []
+    if security is not None:
+        of_engines, of_sidecars = list(security.flags("engine")), list(security.flags("predictor"))
+        scheme = ["--engine-scheme", "https"]
     return Child(
         NAME, "provisioner", *common, "--folder", str(folder), "--min-instances", str(span.minimum), "--max-instances",
-        str(span.maximum), "--hook", "process", "--end-instances", *flags,
-        "--engine-flags", shlex.join([*tables, *settings.engine_flags]),
-        "--sidecar-flags", shlex.join([*tables, *settings.sidecar_flags]),
+        str(span.maximum), "--hook", "process", "--end-instances", *flags, *scheme,
+        "--engine-flags", shlex.join([*tables, *of_engines, *settings.engine_flags]),
+        "--sidecar-flags", shlex.join([*tables, *of_sidecars, *settings.sidecar_flags]),
     )  # fmt: skip
 
 

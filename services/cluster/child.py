@@ -130,7 +130,7 @@ class Child:
 
     async def _poll_health(self) -> None:
         """Poll its health until it serves, and log the progress meanwhile."""
-        client, origin = HttpClient(), origin_of(self._program.health_url(self.port))
+        client, origin = HttpClient(tls=self._program.tls), origin_of(self._program.health_url(self.port))
         started_s = logged_s = time.monotonic()
         try:
             while not self._serving.is_set():

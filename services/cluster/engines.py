@@ -9,6 +9,7 @@ from pathlib import Path
 
 from services.cluster.child import Child, StartError
 from services.cluster.device_assignment import environments_of
+from services.cluster.link_security import LinkSecurity
 from services.cluster.pools import connector_environment, connector_flags, emulator_flags
 from services.cluster.programs import VllmServer
 from services.cluster.settings import ClusterSettings, VllmSettings
@@ -16,11 +17,13 @@ from services.cluster.settings import ClusterSettings, VllmSettings
 ENVIRONMENT = {"PYTHONUNBUFFERED": "1", "VLLM_NO_USAGE_STATS": "1"}  # output is not buffered
 
 
-def engines_of(settings: ClusterSettings, common: Sequence[str], state_files: Sequence[Path]) -> list[Child]:
+def engines_of(
+    settings: ClusterSettings, common: Sequence[str], state_files: Sequence[Path], security: LinkSecurity | None
+) -> list[Child]:
     """Make the engines, each with its state file; mirrored engines write none."""
     if settings.vllm is None:
         return emulated_engines(settings, common, state_files)
-    return vllm_engines(settings, settings.vllm, state_files)
+    return vllm_engines(settings, settings.vllm, state_files, security)
 
 
 def emulated_engines(settings: ClusterSettings, common: Sequence[str], state_files: Sequence[Path]) -> list[Child]:
@@ -34,9 +37,13 @@ def emulated_engines(settings: ClusterSettings, common: Sequence[str], state_fil
     ]  # fmt: skip
 
 
-def vllm_engines(settings: ClusterSettings, vllm: VllmSettings, state_files: Sequence[Path]) -> list[Child]:
+def vllm_engines(
+    settings: ClusterSettings, vllm: VllmSettings, state_files: Sequence[Path], security: LinkSecurity | None = None
+) -> list[Child]:
     """Make engines that run vLLM with the plug-in, each on its own devices or cores."""
     arguments = (*vllm.arguments, *settings.engine_flags)
+    certificates = () if security is None else security.vllm_flags()
+    tls = None if security is None else security.client().http_context
     devices = environments_of(len(state_files), arguments, vllm.devices)
     engines = []
     for engine, file, device in zip(settings.engines, state_files, devices, strict=True):
@@ -45,8 +52,9 @@ def vllm_engines(settings: ClusterSettings, vllm: VllmSettings, state_files: Seq
         connector = connector_environment(engine, settings.host, free_port(settings.host), os.environ, on_cpu=on_cpu)
         program = VllmServer(
             command=vllm.command, model=vllm.model, host=settings.host,
-            arguments=(*connector_flags(engine, arguments, on_cpu=on_cpu), *arguments),
+            arguments=(*connector_flags(engine, arguments, on_cpu=on_cpu), *arguments, *certificates),
             environment={**ENVIRONMENT, **device, **connector, **export},
+            tls=tls,
         )  # fmt: skip
         engines.append(Child(engine.name, program=program, port=free_port(settings.host)))
     return engines

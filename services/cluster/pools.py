@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import re
+import ssl
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -76,9 +77,9 @@ def connector_environment(
     return kept | {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)}  # each engine needs its own
 
 
-async def pass_blocks_on(engine_urls: Mapping[str, str]) -> bool:
+async def pass_blocks_on(engine_urls: Mapping[str, str], tls: ssl.SSLContext | None = None) -> bool:
     """Return whether KV blocks can pass between these engines; where they cannot, the reason is logged."""
-    client = HttpClient()
+    client = HttpClient(tls=tls)
     try:
         found = await asyncio.gather(*(engine_identity(client, origin_of(url)) for url in engine_urls.values()))
         reason = difference(dict(zip(engine_urls, found, strict=True))) if found else ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import ssl
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -41,6 +42,10 @@ class Program(Protocol):
     def start_s(self) -> float:
         """The maximum time until it serves."""
 
+    @property
+    def tls(self) -> ssl.SSLContext | None:
+        """By which its health is polled."""
+
     def health_url(self, port: int) -> str:
         """The URL whose /health is polled; empty if the program logs that it serves."""
 
@@ -61,6 +66,7 @@ class BlockServer:
     arguments: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
     start_s: float = 120.0  # the first start compiles the kernels
+    tls: ssl.SSLContext | None = None
 
     def health_url(self, port: int) -> str:  # noqa: ARG002 - as programs have it
         """Return nothing: the server logs that it serves."""
@@ -99,10 +105,11 @@ class VllmServer:
     arguments: tuple[str, ...]
     environment: Mapping[str, str]
     start_s: float = 1800.0
+    tls: ssl.SSLContext | None = None
 
     def health_url(self, port: int) -> str:
         """Return the address of the server."""
-        return f"http://{LOCAL.get(self.host, self.host)}:{port}"
+        return f"{'http' if self.tls is None else 'https'}://{LOCAL.get(self.host, self.host)}:{port}"
 
     def command_line(self, port: int, proxy_port: int | None) -> Sequence[str]:
         """Serve the model at this port; vLLM has no proxy."""

@@ -13,6 +13,7 @@ from services.cluster.instance_range import MAX_INSTANCES, InstanceRange, engine
 from services.cluster.pools import PlannedEngine, planned_engines
 from services.logs import LEVELS, LogSettings
 from services.objectives import ObjectivesFile
+from services.security.exposure import is_on_loopback
 from services.settings import PORTS, TABLES, Option, default_of, settings_of
 from simulator.codec import read_text
 
@@ -94,6 +95,20 @@ class ClusterSettings:
             unset="a new one in /dev/shm",
         ),
     ] = ""
+    tls: Annotated[
+        bool,
+        "Use TLS on every connection, with certificates of both sides between the components; clients of the gateway "
+        "need none.",
+    ] = False
+    tls_folder: Annotated[
+        str,
+        Option(
+            "Folder with the certificates, as `block certs` makes them; those that are not there are made.",
+            metavar="DIR",
+            unset="in --folder",
+        ),
+    ] = ""
+    insecure: Annotated[bool, "Listen beyond this machine (--host) without TLS and without API keys."] = False
     vllm: VllmSettings | None = None  # without, engines are emulated
     tables_file: str | None = None
     engine_flags: tuple[str, ...] = ()  # of every engine, in addition to its table
@@ -109,11 +124,13 @@ class ClusterSettings:
         self._check_numbers()
         if isinstance(self.port, bool) or not isinstance(self.port, int) or not 0 <= self.port <= 65535:
             raise ValueError(f"port: must lie between 0 and 65535, not {self.port!r}")
-        for name in ("host", "objectives", "folder"):
+        for name in ("host", "objectives", "folder", "tls_folder"):
             if not isinstance(getattr(self, name), str):
                 raise ValueError(f"{name}: must be a text, not {getattr(self, name)!r}")
-        if not isinstance(self.mirror, bool):
-            raise ValueError(f"mirror: must be true or false, not {self.mirror!r}")
+        for name in ("mirror", "tls", "insecure"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}: must be true or false, not {getattr(self, name)!r}")
+        self._check_tls()
         if self.log_level not in LEVELS:
             raise ValueError(f"log_level: {self.log_level!r} is none of {', '.join(LEVELS)}")
         if self.instance_range is not None and (self.prefill or self.decode):
@@ -128,6 +145,15 @@ class ClusterSettings:
             raise ValueError("policies: name at least one, and each once")
         for policy in self.policies:
             policy_from(policy)
+
+    def _check_tls(self) -> None:
+        if self.tls_folder and not self.tls:
+            raise ValueError("tls_folder: has no effect without tls")
+        if not (self.tls or self.insecure or is_on_loopback(self.host)):
+            raise ValueError(
+                f"host: {self.host} is reached from other machines, in plain text: give --tls, or --insecure where the "
+                "network is trusted"
+            )
 
     def _check_numbers(self) -> None:
         pooled = self.prefill != 0 or self.decode != 0

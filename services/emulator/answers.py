@@ -44,6 +44,7 @@ class EmulatedAnswer:
     stop_reason: str | None = None
     num_whole: int
     tail: str = ""
+    num_held_back: int = 0  # characters at the end of a text that goes on, as a stop string may begin there
 
     def text(self, start: int, end: int) -> str:
         """Return the text of its tokens from `start` to before `end`."""
@@ -51,6 +52,17 @@ class EmulatedAnswer:
             return stretch(self.offset + start, end - start)
         whole = stretch(self.offset + start, max(0, self.num_whole - start))
         return whole + self.tail if start <= self.num_whole else whole
+
+    def streamed_text(self, place: int) -> str:
+        """Return the text that a stream sends with the token at a place (vLLM: get_next_output_text)."""
+        if not self.num_held_back:
+            return self.text(place, place + 1)
+        start = max(0, place - self.num_held_back - 2)  # what is before has been sent
+        sent = max(0, len(stretch(self.offset + start, place - start)) - self.num_held_back)
+        if place + 1 >= self.num_tokens:
+            return self.text(start, self.num_tokens)[sent:]
+        text = stretch(self.offset + start, place + 1 - start)
+        return text[sent : max(0, len(text) - self.num_held_back)]
 
     def token_ids(self) -> list[int]:
         """Return all its tokens."""
@@ -148,6 +160,7 @@ def answer(offset: int, num_tokens: int, max_tokens: int, stop: StopRule) -> Emu
     """Make an answer that ends after `num_tokens`, at `max_tokens`, or where the rule stops it."""
     num_tokens = min(max_tokens, max(num_tokens, stop.min_tokens))
     reason = LENGTH if num_tokens == max_tokens else STOP
+    num_held_back = 0 if stop.shows else max((len(string) - 1 for string in stop.strings), default=0)
     if stop.strings:
         text = stretch(offset, num_tokens)
         search_from = len(stretch(offset, stop.min_tokens))
@@ -167,8 +180,15 @@ def answer(offset: int, num_tokens: int, max_tokens: int, stop: StopRule) -> Emu
                 stop_reason=string,
                 num_whole=num_whole,
                 tail=text[len(stretch(offset, num_whole)) : shown],
+                num_held_back=num_held_back,
             )
-    return EmulatedAnswer(offset=offset, num_tokens=num_tokens, finish_reason=reason, num_whole=num_tokens)
+    return EmulatedAnswer(
+        offset=offset,
+        num_tokens=num_tokens,
+        finish_reason=reason,
+        num_whole=num_tokens,
+        num_held_back=num_held_back,
+    )
 
 
 def tokens_within(offset: int, num_characters: int) -> int:

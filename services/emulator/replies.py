@@ -81,7 +81,7 @@ class CompletionReply:
         return _json({**self._common, "choices": [choice], **about, **closing})
 
     def _token(self, place: int) -> bytes:
-        text, tail = self._answer.text(place, place + 1).encode(), self._tail
+        text, tail = self._answer.streamed_text(place).encode(), self._tail
         if self._request.returns_token_ids:
             tail = self._with_ids(tail, place)
         if self._request.continuous_usage:
@@ -97,7 +97,7 @@ class CompletionReply:
             tail = _with(tail, "usage", self._usage_after(num_tokens))
         elif not self._request.include_usage:
             tail = _with(tail, "system_fingerprint", FINGERPRINT)
-        return head + self._answer.text(num_tokens - 1, num_tokens).encode() + tail
+        return head + self._answer.streamed_text(num_tokens - 1).encode() + tail
 
     def _with_ids(self, tail: bytes, place: int) -> bytes:
         """Set the id of the token at a place, and before the first one those of a completion's prompt."""

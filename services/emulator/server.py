@@ -27,6 +27,7 @@ from services.emulator.settings import EmulatorSettings
 from services.http.server import answering, listening
 from services.logs import log_event
 from services.rpc.server import freeze_imported_objects, stop_signal
+from services.security.certificates import certificates_of
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +83,14 @@ async def serving(
                 if connector is not None and side is not None:
                     await servers.enter_async_context(answering(connector.side_channel, side, settings.drain_s))
                 await servers.enter_async_context(
-                    answering(app, listener, settings.drain_s, protocol=ConnectionProtocol, keep_alive_s=KEEP_ALIVE_S)
+                    answering(
+                        app,
+                        listener,
+                        settings.drain_s,
+                        protocol=ConnectionProtocol,
+                        keep_alive_s=KEEP_ALIVE_S,
+                        tls=certificates_of(settings.tls).server_context,
+                    )
                 )
                 yield RunningEmulator(app=app, port=listener.getsockname()[1])
         finally:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
+from services.security.exposure import require_tls_beyond_loopback
+from services.security.settings import NO_TLS, TlsSettings
 from services.settings import PORTS, Option
 
 STATE_FOLDER = "/dev/shm/block"  # noqa: S108 - where processes of one machine share memory
@@ -50,6 +52,7 @@ class EmulatorSettings:
         int, "Port of the side channel, which engines with a kv_role have; 0 selects any free port."
     ] = 0
     drain_s: Annotated[float, "Maximum time to wait at shutdown for requests in progress, in seconds."] = 30.0
+    tls: TlsSettings = NO_TLS
 
     def __post_init__(self) -> None:
         """Refuse settings that no server can have."""
@@ -63,3 +66,4 @@ class EmulatorSettings:
             raise ValueError(f"drain_s: must be a time from 0 on, not {self.drain_s}")
         if not self.model:
             raise ValueError("model: must have a name")
+        require_tls_beyond_loopback(self.host, self.tls)

@@ -14,6 +14,7 @@ from services.http.prompt_tokens import PromptSizes
 from services.http.proxying import OK, RETRIED
 from services.http.sse import CANCELLED, FAILED, Ending, StreamReader, ending_of
 from services.placement.driver import PlacementDriver
+from services.placement.outcomes import outcome_of
 
 UNSPECIFIED = common_pb2.FINISH_REASON_UNSPECIFIED
 LENGTH = common_pb2.FINISH_REASON_LENGTH
@@ -146,27 +147,18 @@ class ResponseReader:
     def _outcome(
         self, instance_id: str, ending: Ending, reason: common_pb2.FinishReason.ValueType
     ) -> common_pb2.Outcome:
-        request, decision = self.request, self.decision
-        is_whole = self._last_s is not None and reason not in (CANCELLED, FAILED)
-        e2e_s = (self._last_s if is_whole and self._last_s is not None else time.monotonic()) - self.arrived_s
-        ttft_s = None if self._first_s is None else self._first_s - self.arrived_s
-        tokens = ending.output_tokens
-        return common_pb2.Outcome(
-            request_id=request.request_id,
+        decision = self.decision
+        return outcome_of(
+            self.request,
+            decision,
             instance_id=instance_id,
-            model=request.model,
-            session_id=request.session_id,
-            client_id=request.client_id,
-            prompt_tokens=ending.prompt_tokens or request.prompt_tokens,
-            output_tokens=tokens,
-            finish_reason=reason,
-            ttft_s=ttft_s,
-            e2e_s=e2e_s,
-            tpot_s=None if ttft_s is None or tokens < 2 else (e2e_s - ttft_s) / (tokens - 1),
-            tag=decision.tag if decision.HasField("tag") else None,
-            forecast=decision.forecast if decision.HasField("forecast") else None,
             policy=decision.policy,
-            finished_unix_s=request.arrival_unix_s + e2e_s,
+            reason=reason,
+            arrived_s=self.arrived_s,
+            first_s=self._first_s,
+            last_s=self._last_s,
+            output_tokens=ending.output_tokens,
+            prompt_tokens=ending.prompt_tokens,
             prefill_instance_id=decision.prefill.instance.instance_id if decision.HasField("prefill") else "",
         )
 

@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+import grpc
 import uvloop
 from grpc_health.v1 import health_pb2_grpc
 from prometheus_client import CollectorRegistry
 
 from protos.envoy.v3 import external_processor_pb2_grpc
 from scheduler.prefix.prompt import BYTES_PER_TOKEN
-from services.endpoint_picker.certificates import server_credentials
 from services.endpoint_picker.endpoints import with_addresses
 from services.endpoint_picker.health import PickerHealth
 from services.endpoint_picker.metrics import PickerMetrics
@@ -32,9 +32,18 @@ from services.logs import log_event
 from services.placement.lifecycle import placement_driver
 from services.placement.settings import SchedulerSettings
 from services.rpc.channels import bind_server, make_server, streams_for
-from services.rpc.server import MEBIBYTE, freeze_imported_objects, metrics_served, stop_signal
+from services.rpc.server import (
+    MEBIBYTE,
+    freeze_imported_objects,
+    metrics_served,
+    start_health_port,
+    stop_signal,
+)
 from services.rpc.settings import ServerSettings
 from services.security.access_settings import access_controlled
+from services.security.certificates import certificates_of
+from services.security.development_ca import self_signed
+from services.security.metrics import register_tls_metrics
 from services.tracing.otlp import TracingSettings, traced
 
 if TYPE_CHECKING:
@@ -110,7 +119,11 @@ async def serving(  # noqa: PLR0913 - all settings of the process
     """Serve while the block runs; then say that it does not serve, and let the requests under way end."""
     registry = CollectorRegistry()
     metrics = PickerMetrics(registry)
-    credentials = server_credentials(settings.cert_path) if settings.secure_serving else None
+    certificates = certificates_of(server.tls)
+    register_tls_metrics(registry, certificates)
+    credentials = None
+    if settings.secure_serving:
+        credentials = certificates.grpc_server_credentials() or self_signed_credentials()
     prompts = PromptTokens(
         PromptSizes(BYTES_PER_TOKEN),
         tokenizer=decisions.tokenizer,
@@ -136,13 +149,11 @@ async def serving(  # noqa: PLR0913 - all settings of the process
         health_pb2_grpc.add_HealthServicer_to_server(health, main)
         running.port = bind_server(main, server.host, server.port, credentials)
         servers = [main]
-        if settings.health_port is not None:
-            probes = make_server(max_message_bytes=MEBIBYTE)
-            health_pb2_grpc.add_HealthServicer_to_server(health, probes)
-            running.health_port = bind_server(probes, server.host, settings.health_port, field="health_port")
-            servers.append(probes)
-        for one in servers:
-            await one.start()
+        await main.start()
+        if server.health_port is not None:
+            probes = await start_health_port(server, health)
+            running.health_port = probes.port
+            servers.append(probes.server)
         try:
             yield running
         finally:
@@ -150,6 +161,12 @@ async def serving(  # noqa: PLR0913 - all settings of the process
             await _drained(service, accept_s=settings.accept_s, drain_s=server.drain_s)
             for one in servers:
                 await one.stop(None)
+
+
+def self_signed_credentials() -> grpc.ServerCredentials:
+    """Make credentials for proxies that do not verify them."""
+    pair = self_signed("Block endpoint picker")
+    return grpc.ssl_server_credentials([(pair.key, pair.certificate)])
 
 
 async def _drained(service: ExternalProcessorService, *, accept_s: float, drain_s: float) -> None:

@@ -13,21 +13,14 @@ from services.settings import Option
 class PickerSettings:
     """Ports, certificates, timeouts, and what is read of requests and responses."""
 
-    health_port: Annotated[
-        int | None,
-        Option(
-            "Port that serves grpc.health.v1 without TLS, for probes; the port of the picker serves it in any case.",
-            unset="none is served",
-        ),
-    ] = None
     secure_serving: Annotated[
         bool,
-        "Serve TLS, by a self-signed certificate that is made at the start unless --cert-path is given; health_port "
-        "and metrics_port have none.",
+        "Serve TLS to the proxy: by the certificate of --cert-path or --tls-cert, or else by a self-signed one that is "
+        "made at the start.",
     ] = True
     cert_path: Annotated[
         str,
-        Option("Folder with the certificate tls.crt and its key tls.key; read again when they change.", metavar="DIR"),
+        Option("Folder with the certificate tls.crt and its key tls.key, as --tls-cert and --tls-key.", metavar="DIR"),
     ] = ""
     schedule_s: Annotated[
         float,
@@ -62,8 +55,6 @@ class PickerSettings:
 
     def __post_init__(self) -> None:
         """Refuse settings that no picker can have."""
-        if self.health_port is not None and not 0 <= self.health_port <= 65535:
-            raise ValueError(f"health_port: must lie between 0 and 65535, not {self.health_port}")
         if not (math.isfinite(self.schedule_s) and self.schedule_s > 0):
             raise ValueError(f"schedule_s: must be a time above 0, not {self.schedule_s}")
         if not (math.isfinite(self.accept_s) and self.accept_s >= 0):

@@ -119,7 +119,8 @@ class Gateway(Application):
             client_body = with_fields(body, RETURN_IDS) if hides_token_ids else body
             usage = stack.enter_context(self._usage.metered(call, holder, openai, request.prompt_tokens))
             spans = RequestSpans(context.tracer, call.headers, openai, request, call.arrived_unix_s, chat=chat)
-            passed = headers_to_pass(call.headers, request_id, with_keys=not self._access.checks_keys)
+            hides_keys = self._access.checks_keys or context.engines.sends_key
+            passed = headers_to_pass(call.headers, request_id, with_keys=not hides_keys)
             incoming = Incoming(
                 arrived_s=call.arrived_s,
                 openai=openai,

@@ -1,4 +1,4 @@
-"""What all requests of a gateway share: its parts, and the budget of their retries."""
+"""What all requests of a gateway share: its parts, and the budgets of their retries and migrations."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from services.draining_requests import DrainingRequests
 from services.gateway.destinations import Fallback, OutlierDetection
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.models import Models
@@ -15,34 +16,10 @@ from services.gateway.settings import GatewaySettings
 from services.http.client import HttpClient
 from services.http.prompt_tokens import PromptSizes, PromptTokens
 from services.objectives import ObjectiveTable
+from services.retry_budget import RetryBudget
 
 if TYPE_CHECKING:
     from services.tracing.spans import RequestTracer
-
-
-class RetryBudget:
-    """A bucket of retries: full at first, and each request adds a fraction of one.
-
-    One engine's failure costs one retry for each request that it had, and these must be possible; a failure of all
-    engines must not multiply the load.
-    """
-
-    def __init__(self, *, max_retries: int, per_request: float) -> None:
-        """Start full."""
-        self._max_retries = float(max_retries)
-        self._left = float(max_retries)
-        self._per_request = per_request
-
-    def earn(self) -> None:
-        """Count a request."""
-        self._left = min(self._max_retries, self._left + self._per_request)
-
-    def spend(self) -> bool:
-        """Take a retry; False where none is left."""
-        if self._left < 1:
-            return False
-        self._left -= 1
-        return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +31,9 @@ class GatewayContext:
     schedulers: SchedulerClient
     engines: HttpClient
     releases: ReleaseQueue
-    budget: RetryBudget
+    budget: RetryBudget  # of retries before the first byte
+    migrations: RetryBudget  # of streams that continue on another engine
+    requests: DrainingRequests
     sizes: PromptSizes
     prompts: PromptTokens
     last_resort: Fallback

@@ -88,15 +88,28 @@ class GatewayMetrics:
         )
         self.migrations = Counter(
             "block_gateway_migrations",
-            "Streams whose engine failed, by what followed: they continued on another engine (continued), their end "
-            "was missing only (ended), or why they broke: off, limit, retry_budget, no_instance, or what about the "
-            "request or its answer cannot be continued.",
+            "Requests that left their engine, by what followed: it failed, and they continued on another one "
+            "(continued), it drained, and they moved to another one (planned), their end was missing only (ended), or "
+            "why they broke: off, limit, migration_budget, no_instance, poison_suspect, or what about the request or "
+            "its answer cannot be continued.",
             ("result",),
+            registry=registry,
+        )
+        self.drain_stays = Counter(
+            "block_gateway_drain_stays",
+            "Requests that were to leave an instance that drains, and went on there, by reason: migration_budget, "
+            "no_instance, limit, decode_leg, off, or what about the request or its answer cannot be continued.",
+            ("reason",),
+            registry=registry,
+        )
+        self.poison_suspects = Counter(
+            "block_gateway_poison_suspects",
+            "Requests of which two engines failed within 10 s after they got them.",
             registry=registry,
         )
         self.migration_pause = Histogram(
             "block_gateway_migration_pause_seconds",
-            "From the failure of a stream's engine to the first event of the next engine.",
+            "From the failure of a stream's engine, or its planned move, to the first event of the next engine.",
             buckets=LATENCIES_S,
             registry=registry,
         )

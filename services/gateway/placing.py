@@ -83,6 +83,8 @@ class Placing:
     async def _find(self, leg: common_pb2.Leg.ValueType, parent: TraceParent | None) -> Destination:
         shared = self.shared
         avoided = shared.failed_lately.avoided()
+        if shared.requests.draining:  # one scheduler of several may not know it
+            avoided = [*avoided, *shared.requests.draining.difference(avoided)]
         try:
             return await self._decided_avoiding(avoided, parent)
         except ShedError:

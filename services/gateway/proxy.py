@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 from protos.block.v1 import common_pb2
+from services.draining_requests import REMOVED
 from services.explanations import decision_headers
 from services.gateway.attainment import StreamAttainment
 from services.gateway.context import GatewayContext
 from services.gateway.destinations import Destination
 from services.gateway.incoming import Incoming
 from services.gateway.placing import Placing
-from services.gateway.stream_relay import StreamRelay
-from services.gateway.upstream_attempt import UpstreamAttempt
+from services.gateway.stream_relay import BUDGET, LIMIT, NO_INSTANCE, PLANNED, StreamRelay
+from services.gateway.upstream_attempt import LeftError, RemovedError, UpstreamAttempt
 from services.http.application import Call
 from services.http.client import Headers
 from services.http.continued_request import EarlierPart
+from services.http.engine_deaths import EngineDeaths
 from services.http.errors import ApiError, ShedError
 from services.http.kv_transfer import KV_CONNECTORS
 from services.http.prefill_leg import MAX_FAILED_FETCHES, SKIPPED, HeldBlocks, PrefillLeg
@@ -58,13 +61,25 @@ class RequestForwarder:
     placing: Placing
     attainment: StreamAttainment | None = None  # of a request with targets
     earlier: EarlierPart | None = None  # of an answer that this request continues
+    deaths: EngineDeaths = field(init=False)
     _held: HeldBlocks | None = None  # by the instance of a prefill leg, not fetched yet
     _num_failed_fetches: int = 0
     _disaggregation: str = ""  # why the request has two legs, or one
+    _num_moves: int = 0  # before the first byte, because the instance drained
+    _found: Destination | None = None  # another one, for a request whose instance drains
+
+    def __post_init__(self) -> None:
+        """Count the engines that die of the request from now on."""
+        self.deaths = EngineDeaths(
+            request_id=self.incoming.request.request_id,
+            limit=self.context.settings.max_migrations + 1,
+            suspected=self.context.metrics.poison_suspects.inc,
+        )
 
     async def run(self) -> None:
         """Forward the request, and pass the response on."""
         self.context.budget.earn()
+        self.context.migrations.earn()
         try:
             attempt = await self._response()
         except ApiError as error:
@@ -79,9 +94,11 @@ class RequestForwarder:
     async def _response(self) -> UpstreamAttempt:
         """Place and send until an engine responds."""
         last: UpstreamAttempt | None = None
-        for number in range(1, self.context.settings.attempts + 1):
+        number = 1
+        while True:
             try:
-                destination = await self._destination()
+                found, self._found = self._found, None
+                destination = found or await self._destination()
             except ShedError:
                 raise
             except ApiError:
@@ -90,16 +107,39 @@ class RequestForwarder:
                 raise
             try:
                 return await self._served(destination)
+            except LeftError:  # it counts as no attempt: the engine has not failed
+                self.context.metrics.migrations.labels(PLANNED).inc()
             except EngineFailedError as failed:
                 reply = failed.reply
                 if isinstance(reply, UpstreamAttempt):
                     last = reply
                 if self._may_retry(number, failed.why):
+                    number += 1
                     continue
                 if isinstance(reply, UpstreamAttempt):
                     return reply
                 raise reply from None
-        raise AssertionError("the last attempt returns or raises")
+
+    async def _found_other(self, attempt: UpstreamAttempt) -> bool:
+        """Find another instance for a request whose own drains; False where it stays."""
+        context, why = self.context, ""
+        if attempt.held is not None:
+            why = "decode_leg"
+        elif self._num_moves >= context.settings.max_migrations:
+            why = LIMIT
+        elif not context.migrations.spend():
+            why = BUDGET
+        if not why:
+            self.placing.exclude(attempt.destination.instance_id)
+            try:
+                self._found = await self.placing.place()
+            except ApiError:
+                context.migrations.give_back()
+                why = NO_INSTANCE
+        if why:
+            assert attempt.stay is not None
+            context.requests.stays(attempt.stay, why)
+        return not why
 
     async def _destination(self) -> Destination:
         """Find another decode instance while KV blocks are held; otherwise, place the request again."""
@@ -195,17 +235,35 @@ class RequestForwarder:
         return True
 
     async def _send(self, attempt: UpstreamAttempt) -> None:
-        """Send a whole request or a decode leg, and wait for the response."""
+        """Send a whole request or a decode leg, and wait for the response; LeftError where the instance drains."""
         instance_id, held = attempt.destination.instance_id, attempt.held
         try:
-            await attempt.send()
+            await attempt.send(partial(self._found_other, attempt))
+        except LeftError:
+            self._num_moves += 1
+            attempt.migration = PLANNED
+            attempt.finish(CANCELLED, counts=False)
+            raise
+        except RemovedError:
+            await self._give_up(attempt, instance_id, REMOVED)
+            raise EngineFailedError("removed", ApiError(503, REMOVED)) from None
         except (ConnectionError, TimeoutError) as error:
             self.context.failed_lately.failed(instance_id)
+            self.deaths.failed(instance_id, error, attempt.sent_s)
             if held is not None and not held.usable_after(error):
                 self._held = None
             await self._give_up(attempt, instance_id, str(error))
             raise EngineFailedError(type(error).__name__, engine_error(error)) from None
-        status = attempt.status
+        if self._found is not None:  # the response came first
+            found, self._found = self._found, None
+            await self.placing.give_back(found)
+        await self._check(attempt)
+
+    async def _check(self, attempt: UpstreamAttempt) -> None:
+        """Raise EngineFailedError for a response that another engine may not give."""
+        instance_id, held, status = attempt.destination.instance_id, attempt.held, attempt.status
+        if status in RETRIED:
+            self.deaths.replied(instance_id, attempt.body, attempt.sent_s)
         if held is not None and attempt.has_failed_to_fetch():
             self._held = None
             self._num_failed_fetches += 1
@@ -246,7 +304,7 @@ class RequestForwarder:
             await attempt.finish_now(reason, counts=self._counts)
 
     def _may_retry(self, number: int, why: str) -> bool:
-        if number >= self.context.settings.attempts or not self.context.budget.spend():
+        if number >= self.context.settings.attempts or self.deaths.is_exhausted or not self.context.budget.spend():
             return False
         self.context.metrics.retries.labels(why).inc()
         return True
@@ -266,23 +324,24 @@ class RequestForwarder:
             call=self.call,
             attempt=attempt,
             forward=self._continue,
+            deaths=self.deaths,
             attainment=self.attainment,
         )
         await relay.run(self._headers(attempt))
 
-    async def _continue(self, incoming: Incoming, earlier: EarlierPart, failed: list[str]) -> UpstreamAttempt:
-        """Have another engine continue a stream; ApiError where none does."""
+    async def _continue(self, incoming: Incoming, earlier: EarlierPart, left: list[str]) -> UpstreamAttempt:
+        """Have another engine continue a stream, which left some instances; ApiError where none does."""
         placing = Placing(shared=self.context, incoming=incoming, undivided=incoming.openai.undivided)
-        for instance_id in failed:
+        for instance_id in left:
             placing.exclude(instance_id)
         follower = RequestForwarder(
             context=self.context,
             incoming=incoming,
             call=self.call,
             placing=placing,
-            attainment=self.attainment,
             earlier=earlier,
         )
+        follower.deaths = self.deaths
         attempt = await follower._response()
         if not attempt.is_stream:
             attempt.finish(counts=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import grpc
@@ -14,6 +14,8 @@ from prometheus_client import CollectorRegistry, Counter
 from protos.block.v1 import common_pb2, scheduler_pb2
 from scheduler.circuit import CircuitState
 from scheduler.instances import OverloadedError
+from services.drains import Drain
+from services.gateway.scheduler_drains import SchedulerDrains
 from services.gateway.scheduler_tails import SchedulerTails
 from services.http.errors import ApiError, ShedError
 from services.http.trace_context import TRACEPARENT, TraceParent
@@ -64,6 +66,9 @@ class SchedulerClient(Protocol):
 
     async def instances(self) -> Sequence[common_pb2.Instance]:
         """Return all instances."""
+
+    async def follow_drains(self, take: Callable[[Mapping[str, Drain]], None]) -> None:
+        """Call with the instances that drain, at once and after each change, until cancelled."""
 
     def frames(self, registry: CollectorRegistry) -> FrameSource:
         """Return what the live page shows, with counters of the gateway's registry."""
@@ -191,6 +196,10 @@ class Schedulers:
                 return response.instances
         raise NoSchedulerError("no scheduler replies")
 
+    async def follow_drains(self, take: Callable[[Mapping[str, Drain]], None]) -> None:
+        """Follow all schedulers; an instance drains where one of them says so."""
+        await SchedulerDrains({one.address: one.channel for one in self._all}, take).run()
+
     def frames(self, registry: CollectorRegistry) -> FrameSource:
         """Return what the live page shows, with counters of the gateway's registry."""
         return SchedulerTails({one.address: one.channel for one in self._all}, registry)
@@ -317,6 +326,11 @@ class InProcessScheduler:
     async def instances(self) -> Sequence[common_pb2.Instance]:
         """Return all instances."""
         return [handle.message for handle in self._driver.registry.handles()]
+
+    async def follow_drains(self, take: Callable[[Mapping[str, Drain]], None]) -> None:
+        """Follow the driver's list."""
+        with self._driver.registry.drains_followed(take):
+            await asyncio.Event().wait()
 
     def frames(self, registry: CollectorRegistry) -> FrameSource:
         """Return what the live page shows."""

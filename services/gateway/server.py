@@ -14,29 +14,36 @@ import uvloop
 from prometheus_client import CollectorRegistry
 
 from protos.block.v1 import scheduler_pb2_grpc
+from services.draining_requests import DrainingRequests
 from services.gateway.app import Gateway
-from services.gateway.context import GatewayContext, RetryBudget
+from services.gateway.context import GatewayContext
 from services.gateway.destinations import Fallback, OutlierDetection
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.models import Models
 from services.gateway.release_queue import ReleaseQueue
 from services.gateway.schedulers import InProcessScheduler, SchedulerClient, Schedulers
 from services.gateway.settings import GatewaySettings
-from services.http.client import HttpClient
+from services.http.engine_client import engine_client
 from services.http.prompt_tokens import PromptSizes, PromptTokens
 from services.http.server import answering, listening
 from services.instances import InstanceSource
 from services.logs import log_event
 from services.objectives import ObjectiveTable, following, no_objectives
+from services.placement.driver import PlacementDriver
+from services.placement.instance_pages import instance_routes
 from services.placement.lifecycle import placement_driver
 from services.placement.service import ENDLESS, SchedulerService
 from services.placement.settings import SchedulerSettings
+from services.retry_budget import RetryBudget
 from services.rpc.server import freeze_imported_objects, metrics_served, stop_signal
 from services.rpc.server import serving as rpc_serving
 from services.rpc.settings import ServerSettings
 from services.security.access import AccessControl
 from services.security.access_settings import access_controlled
+from services.security.certificates import certificates_of
+from services.security.metrics import register_tls_metrics
 from services.security.own_key import own_key
+from services.supervised_task import supervised
 from services.tracing.otlp import TracingSettings, traced
 
 if TYPE_CHECKING:
@@ -56,6 +63,7 @@ class RunningGateway:
     port: int
     gateway: Gateway
     scheduler_port: int | None = None  # of block.v1.Scheduler, where it is served beside it
+    metrics_port: int | None = None  # for operators
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +101,7 @@ async def serve_until_signalled(
         freeze_imported_objects()
         log_event(
             log, logging.INFO, "serving", server=NAME, host=server.host, port=running.port,
-            scheduler_port=running.scheduler_port,
+            scheduler_port=running.scheduler_port, metrics_port=running.metrics_port,
         )  # fmt: skip
         await stop.wait()
         log_event(log, logging.INFO, "draining", server=NAME, requests=len(running.gateway))
@@ -108,31 +116,31 @@ async def deciding(  # noqa: PLR0913, PLR0917 - what either way needs
     decisions: InProcessDecisions | None,
     tracer: RequestTracer | None,
     access: AccessControl,
-) -> AsyncIterator[tuple[SchedulerClient, int | None]]:
-    """Have decisions while the block runs, by remote schedulers or in this process; then with its gRPC port."""
+) -> AsyncIterator[tuple[SchedulerClient, PlacementDriver | None, int | None]]:
+    """Have decisions while the block runs, by remote schedulers or by a driver in this process, with its gRPC port."""
     failures, within_s = metrics.scheduler_failures, settings.schedule_s
     if decisions is None:
         schedulers = Schedulers(
             settings.schedulers, within_s=within_s, failures=failures, key=own_key(settings.part_key_file)
         )
         try:
-            yield schedulers, None
+            yield schedulers, None, None
         finally:
             await schedulers.close()
         return
     async with placement_driver(decisions.settings, decisions.source, registry, decisions.poll_s) as driver:
         local = InProcessScheduler(driver, within_s=within_s, failures=failures)
         if decisions.rpc is None:
-            yield local, None
+            yield local, driver, None
             return
-        client = HttpClient()
+        client = engine_client()
         service = SchedulerService(driver, client, registry, tracer)
         register = partial(scheduler_pb2_grpc.add_SchedulerServicer_to_server, service)
         try:
             async with rpc_serving(
-                decisions.rpc, [register], registry, endless=ENDLESS, problem=decisions.source.problem, access=access
+                decisions.rpc, [register], registry, endless=ENDLESS, problem=driver.registered.problem, access=access
             ) as running:
-                yield local, running.port
+                yield local, driver, running.port
         finally:
             client.close()
 
@@ -161,16 +169,23 @@ async def serving(
         objectives = ObjectiveTable(settings.objectives, required=access.keys.objectives, also=also)
         await stack.enter_async_context(following(objectives))
         listener = stack.enter_context(listening(server.host, server.port))
-        await stack.enter_async_context(metrics_served(server, registry, access=access))
-        schedulers, scheduler_port = await stack.enter_async_context(
+        certificates = certificates_of(server.tls)
+        register_tls_metrics(registry, certificates)
+        schedulers, driver, scheduler_port = await stack.enter_async_context(
             deciding(settings, metrics, registry, decisions, tracer, access)
         )
+        pages = None if driver is None else partial(instance_routes, driver)
+        metrics_port = await stack.enter_async_context(metrics_served(server, registry, pages, access=access))
         releases = ReleaseQueue(
             schedulers.release, max_waiting=settings.releases_kept, delivered=metrics.released, lost=metrics.lost
         )
-        engines = HttpClient(connect_s=settings.connect_s)
+        engines = engine_client(connect_s=settings.connect_s)
         loop = asyncio.get_running_loop()
         last_resort = Fallback(settings.engine_urls, loop.time)
+        requests = DrainingRequests(lambda reason: metrics.drain_stays.labels(reason).inc())
+        stack.push_async_callback(requests.close)
+        following_drains = asyncio.create_task(supervised("drains", lambda: schedulers.follow_drains(requests.follow)))
+        stack.callback(following_drains.cancel)
         context = GatewayContext(
             settings=settings,
             metrics=metrics,
@@ -178,6 +193,8 @@ async def serving(
             engines=engines,
             releases=releases,
             budget=RetryBudget(max_retries=settings.max_concurrency, per_request=settings.retry_ratio),
+            migrations=RetryBudget(max_retries=settings.max_concurrency, per_request=settings.migration_ratio),
+            requests=requests,
             sizes=sizes,
             prompts=prompts,
             last_resort=last_resort,
@@ -189,9 +206,11 @@ async def serving(
         )
         gateway = Gateway(context, access)
         try:
-            async with answering(gateway, listener, server.drain_s):
+            async with answering(gateway, listener, server.drain_s, tls=certificates.server_context):
                 port = listener.getsockname()[1]
-                yield RunningGateway(port=port, gateway=gateway, scheduler_port=scheduler_port)
+                yield RunningGateway(
+                    port=port, gateway=gateway, scheduler_port=scheduler_port, metrics_port=metrics_port
+                )
         finally:
             engines.close()
             await releases.flush(FLUSH_S)

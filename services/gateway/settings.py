@@ -8,7 +8,13 @@ from typing import Annotated
 
 from scheduler.prefix.kv_block_hash import SEED
 from services.http.client import origin_of
-from services.http.continued_request import BY_TOKEN_IDS, ContinueStreams, MaxMigrations, require_continue_streams
+from services.http.continued_request import (
+    BY_TOKEN_IDS,
+    ContinueStreams,
+    MaxMigrations,
+    MigrationRatio,
+    require_continue_streams,
+)
 from services.http.kv_transfer import HandOverDeadline, KvConnectorName, require_kv_connector
 from services.http.limits import HttpLimits
 from services.http.openai_body import OpenAIRequest
@@ -93,6 +99,7 @@ class GatewaySettings:
 
     continue_streams: ContinueStreams = BY_TOKEN_IDS
     max_migrations: MaxMigrations = 2
+    migration_ratio: MigrationRatio = 0.2
     attempts: Annotated[int, "Maximum number of engines tried for one request before its first byte."] = 4
     retry_ratio: Annotated[
         float, "Retry budget: retries per request in the long run; one retry per request in progress is free."
@@ -126,7 +133,7 @@ class GatewaySettings:
                 raise ValueError(f"engine_url: {error}") from None
         if self.decide not in DECIDE:
             raise ValueError(f"decide: {self.decide!r} is none of {', '.join(DECIDE)}")
-        require_continue_streams(self.continue_streams, self.max_migrations)
+        require_continue_streams(self.continue_streams, self.max_migrations, self.migration_ratio)
         if self.decide == BY_SCHEDULER and not self.schedulers and not self.engine_urls:
             raise ValueError("scheduler: name at least one (or an engine_url)")
         require_kv_connector(self.kv_connector)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from protos.block.v1 import common_pb2
+from services.draining_requests import REMOVED, Stay
 from services.gateway.attainment import StreamAttainment
 from services.gateway.context import GatewayContext
 from services.gateway.destinations import LAST_RESORT, Destination
@@ -18,6 +21,7 @@ from services.http.kv_transfer import decode_body, with_cached_tokens
 from services.http.prefill_leg import HeldBlocks, PrefillReply
 from services.http.proxying import OK, RETRIED, SERVER_ERROR, is_event_stream
 from services.http.sse import CANCELLED, FAILED, Ending, StreamReader, ending_of, num_without_token
+from services.placement.outcomes import outcome_of
 from services.tracing.request_spans import DECODE, SERVE, STATUS
 
 if TYPE_CHECKING:
@@ -26,7 +30,16 @@ if TYPE_CHECKING:
 NOTHING = Ending(finish_reason=FAILED, output_tokens=0, prompt_tokens=None)
 REFUSED = Ending(finish_reason=common_pb2.FINISH_REASON_UNSPECIFIED, output_tokens=0, prompt_tokens=None)
 MIN_WAIT_S = 0.001
+COMPLETE = (common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH)
 INCOMPLETE_NAMES = {FAILED: "failed", CANCELLED: "cancelled"}
+
+
+class LeftError(Exception):
+    """The request leaves its instance, which drains, for another one that has been found."""
+
+
+class RemovedError(ConnectionError):
+    """The instance of the request is removed."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -45,7 +58,14 @@ class UpstreamAttempt:
     body: bytes = b""  # the whole, or the first events
     is_stream: bool = False
     hand_over_s: float | None = None
+    migration: str = ""  # why another engine continues the answer, or none does
+    stay: Stay | None = None  # at the instance, from sending to the end
+    sent_s: float | None = None
+    is_forced: bool = False  # its instance is removed, and the request could not leave in time
 
+    _waiting: asyncio.Timeout | None = None  # for the response
+    _find_other: Callable[[], Awaitable[bool]] | None = None
+    _leaving: asyncio.Task[None] | None = None
     _reader: StreamReader = field(default_factory=StreamReader)
     _connection: Connection | None = None
     _is_sent: bool = False
@@ -62,8 +82,26 @@ class UpstreamAttempt:
         """The metrics of the answers of the request's model."""
         return self.context.metrics.of_model(self.incoming.request.model)
 
-    async def send(self) -> None:
-        """Send the request, and wait; ConnectionError or TimeoutError where no valid response arrives."""
+    async def send(self, leave: Callable[[], Awaitable[bool]] | None = None) -> None:
+        """Send the request, and wait; ConnectionError or TimeoutError where no valid response arrives.
+
+        Where the instance drains, `leave` finds another one: then LeftError ends the wait. RemovedError where the
+        request cannot stay any longer.
+        """
+        async with asyncio.timeout(None) as waiting:
+            self._waiting, self._find_other = waiting, leave
+            try:
+                await self._send()
+            except asyncio.CancelledError:
+                if waiting.expired():
+                    raise RemovedError(REMOVED) if self.is_forced else LeftError from None
+                raise
+            finally:
+                self._waiting = None
+                if self._leaving is not None:
+                    self._leaving.cancel()
+
+    async def _send(self) -> None:
         incoming, settings, now_s = self.incoming, self.context.settings, self.context.loop.time
         timeout_s = settings.first_byte_s if incoming.openai.stream else settings.answer_s
         until_s = now_s() + timeout_s
@@ -80,7 +118,8 @@ class UpstreamAttempt:
         head = request_head(
             b"POST", origin, incoming.target, incoming.spans.headers_below(self._span, incoming.headers), len(body)
         )
-        self._is_sent = True
+        self._is_sent, self.sent_s = True, time.monotonic()
+        self.stay = self.context.requests.enter(self.destination.instance_id, self._leave, self._force)
         try:
             connection = await self.context.engines.send(origin, head, body, timeout_s)
         except ConnectError:
@@ -102,6 +141,33 @@ class UpstreamAttempt:
             self._num_data = self._reader.num_data
             if self.attainment is not None:
                 self.attainment.received(self._reader.num_data, connection.last_byte_s)
+
+    # While the instance drains.
+
+    def _leave(self) -> None:
+        """Look for another instance while the response is awaited."""
+        if self._waiting is not None and self._find_other is not None and self._leaving is None:
+            self._leaving = asyncio.create_task(self._end_wait_if(self._find_other()))
+
+    async def _end_wait_if(self, finding: Awaitable[bool]) -> None:
+        try:
+            if await finding and self._waiting is not None:
+                self._waiting.reschedule(self.context.loop.time())
+        finally:
+            self._leaving = None
+
+    def _force(self) -> None:
+        """End the request: its instance is removed."""
+        self.is_forced = True
+        if self._waiting is not None:
+            self._waiting.reschedule(self.context.loop.time())
+        elif self._connection is not None:
+            self._connection.abort()
+
+    def interrupt(self) -> None:
+        """End the wait for more of a stream with ReadInterruptedError, where there is one; nothing is lost."""
+        if self._connection is not None:
+            self._connection.interrupt()
 
     def _has_begun(self) -> bool:
         """Return whether enough of a stream has come; after a chat's first event a decode leg may still fail."""
@@ -154,6 +220,12 @@ class UpstreamAttempt:
         if self.attainment is not None:
             self.attainment.continues(self._reader, self._ended, num_tokens)
 
+    def take_attainment(self, attainment: StreamAttainment | None) -> None:
+        """Measure from the first events on, which have come, what another attempt measured up to them."""
+        self.attainment = attainment
+        if attainment is not None:
+            attainment.received(self._num_data, self._last_s)
+
     def part_so_far(self, num_tokens: int) -> EarlierPart:
         """Return what the client has received of the answer: this many tokens."""
         if self.earlier is not None:
@@ -201,9 +273,13 @@ class UpstreamAttempt:
         if self._is_finished:
             return None
         self._is_finished = True
+        if self.stay is not None:
+            self.stay.end()
         if self._connection is not None:
             self._connection.release()
         self._ended = ending = self._ending()
+        if reason in COMPLETE and ending.finish_reason != reason:  # the end was missing, or an error came after it
+            self._ended = ending = replace(ending, finish_reason=reason)
         outcome = self._outcome(ending, ending.finish_reason if reason is None else reason) if self._is_sent else None
         if outcome is not None:
             if counts:
@@ -246,34 +322,22 @@ class UpstreamAttempt:
 
     def _outcome(self, ending: Ending, reason: common_pb2.FinishReason.ValueType) -> common_pb2.Outcome:
         """Write the outcome."""
-        request, decision, arrived_s = self.incoming.request, self.destination.decision, self.incoming.arrived_s
-        whole_s = None
-        if self._connection is not None and reason not in (CANCELLED, FAILED):
-            whole_s = self._connection.last_byte_s - arrived_s
-        e2e_s = time.monotonic() - arrived_s if whole_s is None else whole_s
-        ttft_s = None if self._first_s is None else self._first_s - arrived_s
-        tokens = ending.output_tokens
-        tpot_s = None if ttft_s is None or tokens < 2 else (e2e_s - ttft_s) / (tokens - 1)
-        held = self.held
+        incoming, held = self.incoming, self.held
         if ending.prompt_tokens:
-            self.context.sizes.learn(self.incoming.openai, ending.prompt_tokens)
-        return common_pb2.Outcome(
-            request_id=request.request_id,
+            self.context.sizes.learn(incoming.openai, ending.prompt_tokens)
+        return outcome_of(
+            incoming.request,
+            self.destination.decision,
             instance_id=self.destination.instance_id,
-            model=request.model,
-            session_id=request.session_id,
-            client_id=request.client_id,
-            prompt_tokens=ending.prompt_tokens or request.prompt_tokens,
-            output_tokens=tokens,
-            finish_reason=reason,
-            ttft_s=ttft_s,
-            e2e_s=e2e_s,
-            tpot_s=tpot_s,
-            tag=decision.tag if decision is not None and decision.HasField("tag") else None,
-            forecast=decision.forecast if decision is not None and decision.HasField("forecast") else None,
             policy=self.destination.policy,
-            finished_unix_s=request.arrival_unix_s + e2e_s,
+            reason=reason,
+            arrived_s=incoming.arrived_s,
+            first_s=self._first_s,
+            last_s=None if self._connection is None else self._connection.last_byte_s,
+            output_tokens=ending.output_tokens,
+            prompt_tokens=ending.prompt_tokens,
             prefill_instance_id="" if held is None else held.instance_id,
             prefill_s=None if held is None else held.prefill_s,
             hand_over_s=self.hand_over_s,
+            migration=self.migration,
         )

@@ -99,6 +99,8 @@ class Call:
 class Application:
     """An ASGI application. A subclass fills `routes`; an endpoint that takes long runs inside `admitted`.
 
+    A route that ends with `/*` serves all paths below it that have no route of their own.
+
     `cut_off` ends admitted calls that are still under way when the drain time is over.
     """
 
@@ -146,7 +148,7 @@ class Application:
         try:
             call.request_id = self.request_id_of(call)
             endpoint = self.endpoint_of(call)
-            path = scope["path"]
+            path = self.route_of(scope["path"])
             self.authorize(call)
             await endpoint(call)
         except HttpError as error:
@@ -192,13 +194,19 @@ class Application:
     def endpoint_of(self, call: Call) -> Endpoint:
         """Find what serves a path and method; a HEAD is served as a GET, and the server leaves its body out."""
         path, method = call.scope["path"], call.scope["method"]
-        methods = self.routes.get(path)
+        methods = self.routes.get(self.route_of(path))
         if methods is None:
             raise self.not_found(path)
         endpoint = methods.get("GET" if method == "HEAD" else method)
         if endpoint is None:
             raise self.not_allowed(path, method, list(methods))
         return endpoint
+
+    def route_of(self, path: str) -> str:
+        """Return the route that serves a path: the path itself, or what is above it with `/*`."""
+        if path in self.routes:
+            return path
+        return path[: path.find("/", 1) + 1] + "*" if path.count("/") > 1 else path
 
     def not_found(self, path: str) -> HttpError:
         """Make the error for a path that is not served."""

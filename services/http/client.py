@@ -19,6 +19,9 @@ from urllib.parse import urlsplit
 
 import httptools
 
+from services.security.certificates import own_certificates
+from services.security.handshakes import reason_in
+
 Headers = list[tuple[bytes, bytes]]  # names in lower case
 
 READ_AHEAD_BYTES = 256 * 1024  # with more unread, reading from the socket pauses
@@ -32,6 +35,10 @@ class ConnectError(ConnectionError):
 
 class BrokenError(ConnectionError):
     """The connection ended, or was invalid, before the response was complete."""
+
+
+class ReadInterruptedError(Exception):
+    """The wait for more of a response was ended by `interrupt`; the response goes on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,23 +91,38 @@ class HttpClient:
     """Connections to any number of servers, kept for later requests."""
 
     def __init__(
-        self, *, connect_s: float = 2.0, keep_s: float = 4.0, max_kept: int = 512, tls: ssl.SSLContext | None = None
+        self,
+        *,
+        connect_s: float = 2.0,
+        keep_s: float = 4.0,
+        max_kept: int = 512,
+        tls: ssl.SSLContext | None = None,
+        authorization: Callable[[], bytes] | None = None,
     ) -> None:
         """Keep at most `max_kept` idle connections per server, for less time than servers usually do (5 s).
 
-        `tls` says which certificates servers may have; by default those that the system knows.
+        `tls` says which certificates servers may have, by default as this process's settings do; `authorization` gives
+        a header line that is added to every request.
         """
         self._connect_s = connect_s
         self._keep_s = keep_s
         self._max_kept = max_kept
         self._idle: dict[Origin, list[Connection]] = {}
         self._tls = tls
+        self._authorization = authorization
+
+    @property
+    def sends_key(self) -> bool:
+        """Return whether it adds an API key of its own to every request."""
+        return self._authorization is not None
 
     async def send(self, origin: Origin, head: bytes, body: bytes, first_s: float) -> Connection:
         """Send a request; return when the head of the response has arrived, at most `first_s` later.
 
         A kept connection that the server has closed in the meantime is replaced by a new one.
         """
+        if self._authorization is not None:
+            head = head[:-2] + self._authorization() + b"\r\n"
         while (connection := self._kept(origin)) is not None:
             try:
                 return await _sent(connection, head, body, first_s)
@@ -149,7 +171,7 @@ class HttpClient:
     async def _connect(self, origin: Origin) -> Connection:
         loop = asyncio.get_running_loop()
         if origin.scheme == "https" and self._tls is None:
-            self._tls = ssl.create_default_context()
+            self._tls = own_certificates().http_context
         try:
             async with asyncio.timeout(self._connect_s):
                 transport, connection = await loop.create_connection(
@@ -163,8 +185,7 @@ class HttpClient:
                 f"{origin.host}:{origin.port} did not accept a connection within {self._connect_s:g} s"
             ) from None
         except (OSError, UnicodeError) as error:
-            reason = getattr(error, "strerror", None) or type(error).__name__
-            raise ConnectError(f"{origin.host}:{origin.port} cannot be reached: {reason}") from None
+            raise ConnectError(f"{origin.host}:{origin.port} cannot be reached: {reason_in(error)}") from None
         own = transport.get_extra_info("socket")
         if own is not None and own.family in (socket.AF_INET, socket.AF_INET6):
             own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -311,6 +332,11 @@ class Connection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
+    def interrupt(self) -> None:
+        """End the wait of a reader with ReadInterruptedError; it may read on later."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_exception(ReadInterruptedError())
+
     def is_closing(self) -> bool:
         """Tell whether it is closed."""
         return self._transport is None or self._transport.is_closing()
@@ -389,7 +415,8 @@ class Connection(asyncio.Protocol):
         """Note the end of a response without a length, or of one that is cut off."""
         if self._until_close and error is None:
             self.whole = True
-        self._error = self._error or BrokenError(f"{self.origin.host}:{self.origin.port} closed the connection")
+        why = f": {reason_in(error)}" if isinstance(error, ssl.SSLError) else ""
+        self._error = self._error or BrokenError(f"{self.origin.host}:{self.origin.port} closed the connection{why}")
         self._wake()
         self._stop_timer()
         self._client.forget(self)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Annotated
 
@@ -21,15 +22,26 @@ ContinueStreams = Annotated[
         choices=CONTINUE_STREAMS,
     ),
 ]
-MaxMigrations = Annotated[int, "Maximum number of times that one stream continues on another engine."]
+MaxMigrations = Annotated[
+    int,
+    "Maximum number of times that one stream continues on another engine. One request may be under way on one more "
+    "engine that dies; then no other one gets it.",
+]
+MigrationRatio = Annotated[
+    float,
+    "Migration budget: streams that continue on another engine per request in the long run; one per request in "
+    "progress is free.",
+]
 
 
-def require_continue_streams(continue_streams: str, max_migrations: int) -> None:
+def require_continue_streams(continue_streams: str, max_migrations: int, migration_ratio: float) -> None:
     """Refuse settings that do not exist."""
     if continue_streams not in CONTINUE_STREAMS:
         raise ValueError(f"continue_streams: {continue_streams!r} is none of {', '.join(CONTINUE_STREAMS)}")
     if max_migrations < 1:
         raise ValueError(f"max_migrations: must be at least 1, not {max_migrations}; to continue none, use off")
+    if not (math.isfinite(migration_ratio) and migration_ratio >= 0):
+        raise ValueError(f"migration_ratio: must be a number from 0 on, not {migration_ratio}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

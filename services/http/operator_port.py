@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
@@ -38,11 +39,13 @@ async def reply_metrics(call: Call, registry: CollectorRegistry) -> None:
 
 
 @asynccontextmanager
-async def operator_port_served(app: OperatorPort, host: str, port: int) -> AsyncIterator[int]:
+async def operator_port_served(
+    app: OperatorPort, host: str, port: int, *, tls: ssl.SSLContext | None = None
+) -> AsyncIterator[int]:
     """Serve while the block runs; yield the port."""
     listener = listening(host, port, "metrics_port")
     try:
-        async with answering(app, listener, DRAIN_S):
+        async with answering(app, listener, DRAIN_S, tls=tls):
             yield listener.getsockname()[1]
     finally:
         listener.close()

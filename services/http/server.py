@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 import socket
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -24,15 +25,19 @@ SETTLE_S = 2  # from cancelling the requests under way to closing their connecti
 
 
 @asynccontextmanager
-async def answering(
+async def answering(  # noqa: PLR0913 - what any of our servers may need
     app: Application,
     listener: socket.socket,
     drain_s: float,
     *,
     protocol: type[GuardedProtocol] = GuardedProtocol,
     keep_alive_s: int = KEEP_ALIVE_S,
+    tls: ssl.SSLContext | None = None,
 ) -> AsyncIterator[None]:
-    """Serve an application on a bound socket while the block runs; then let requests finish, at most `drain_s`."""
+    """Serve an application on a bound socket while the block runs; then let requests finish, at most `drain_s`.
+
+    Without `tls` it is plain HTTP.
+    """
     guard = ConnectionGuard(
         limits=app.limits, refusals=app.refusals, connections=ConnectionTable(app.limits), error=app.error
     )
@@ -51,6 +56,7 @@ async def answering(
     )
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     config.load()
+    config.ssl = tls
     http = uvicorn.Server(config)
     http.lifespan = config.lifespan_class(config)
     await http.startup(sockets=[listener])

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from array import array
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -135,12 +136,24 @@ class StreamTranscript:
     _has_ids: bool = True
     _texts: list[str] = field(default_factory=list)
     _num_events: int = 0  # with text
+    _num_held_back: int = 0  # characters of a text that an engine holds back, because a stop string may begin there
+    _num_characters: int = 0  # sent
+    _num_before: int = 0  # tokens whose text has been sent as a whole
+    _shown: deque[tuple[int, int]] = field(default_factory=deque)  # characters of the text, and tokens, where known
     _is_reasoning: bool = False
     _obstacle: str = ""
     _usage: Mapping[str, Any] | None = None
     _has_last_usage: bool = False  # that of the whole answer, after its end
     _continued: Continuation | None = None
     _num_prompt: int | None = None
+
+    def __post_init__(self) -> None:
+        """Find out how much text engines hold back."""
+        if b'"stop"' in self.body:
+            stop = self.data.get("stop") or ()
+            strings = (stop,) if isinstance(stop, str) else stop
+            if not self.data.get("include_stop_str_in_output"):  # vLLM: IncrementalDetokenizer.stop_buffer_length
+                self._num_held_back = max((len(one) - 1 for one in strings if isinstance(one, str)), default=0)
 
     @property
     def data(self) -> Mapping[str, Any]:
@@ -164,10 +177,18 @@ class StreamTranscript:
         """The number of tokens that the client has received."""
         self._read()
         if self._has_ids:
-            return len(self._ids)
+            return len(self._ids) if not self._num_held_back or self.finish_reason else self._num_before_held_back()
         usage = self._usage or {}
         counted = usage.get("completion_tokens")
         return counted if type(counted) is int and counted >= self._num_events else self._num_events
+
+    def _num_before_held_back(self) -> int:
+        """Return the number of tokens whose text has been sent as a whole; others are answered again."""
+        shown, num = self._shown, self._num_before
+        while shown and shown[0][0] <= self._num_characters:
+            num = shown.popleft()[1]
+        self._num_before = num
+        return num
 
     def continuation(self) -> Continuation:
         """Return the request for the rest; NotContinuableError where there is no honest one."""
@@ -243,6 +264,9 @@ class StreamTranscript:
         """Expect the events of another engine from now on, which answers this request."""
         self._continued = continuation
         self._pending_ids = []
+        if self._num_held_back:
+            del self._ids[continuation.num_sent :]  # the others are answered again
+            self._shown.clear()
 
     def end(self) -> bytes | None:
         """Return the events that are missing after the last token; None where tokens are missing."""
@@ -317,6 +341,10 @@ class StreamTranscript:
             self._num_events += 1
             self._ids.extend(self._pending_ids)
             self._pending_ids = []
+            if self._num_held_back:
+                self._num_characters += len(text)
+                self._shown.append((self._num_characters + self._num_held_back, len(self._ids)))
+                self._num_before_held_back()
         if choice.get("finish_reason"):
             self.finish_reason = choice["finish_reason"]
             self._ids.extend(self._pending_ids)

@@ -5,19 +5,24 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 from predictor.request import BEST_EFFORT
 from scheduler.instances import BOTH, DECODE_ROLE, PREFILL_ROLE
 from scheduler.objectives import SERVE_LATE, SHED, Objective, objectives_from
-from services.instances import Instance
+from services.drains import Drain
+from services.instances import DRAINING, READY, Instance
 from services.kubernetes.api import Object
+from services.security.certificates import engine_access
 
 ROLE_LABEL = "llm-d.ai/role"
 ACTIVE_PORTS = ("llm-d.ai/active-ports", "inference.networking.k8s.io/active-ports")
 OWN = "block-serving/"  # prefix of our labels and annotations
 TIER_LABEL = f"{OWN}tier"
 SIDECAR, MODELS = f"{OWN}sidecar", f"{OWN}models"
+DRAIN_S = f"{OWN}drain-s"
+BEFORE_END_S = 20.0  # of a pod that is being deleted, at which requests leave it
 TIER_TPOT_MS, TIER_CLOSED = f"{OWN}tier-tpot-ms", f"{OWN}tier-closed"
 OBJECTIVE_NUMBERS = ("ttft-slo-s", "tpot-slo-s", "weight")
 OBJECTIVE_WORDS = ("class", "when-late")
@@ -44,6 +49,8 @@ class Pod:
     labels: Mapping[str, str]
     annotations: Mapping[str, str]
     declared_ports: frozenset[int]
+    ends_unix_s: float = math.inf  # of a pod that is being deleted: when it is killed
+    grace_s: float = 0.0  # from the request to delete it until then
 
 
 def pool_from(item: Object) -> InferencePool:
@@ -75,7 +82,16 @@ def pod_from(item: Object) -> Pod:
         declared_ports=frozenset(
             port["containerPort"] for container in containers for port in container.get("ports") or ()
         ),
+        ends_unix_s=_unix_s(metadata.get("deletionTimestamp")),
+        grace_s=float(metadata.get("deletionGracePeriodSeconds") or 0),
     )
+
+
+def _unix_s(text: Any) -> float:
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except (TypeError, ValueError):
+        return math.inf
 
 
 def selector_text(labels: Mapping[str, str]) -> str:
@@ -84,8 +100,11 @@ def selector_text(labels: Mapping[str, str]) -> str:
 
 
 def instances_of(pod: Pod, ports: Sequence[int], sidecar_port: int) -> tuple[Instance, ...]:
-    """Return the instances of a ready pod; ValueError says why a pod that should have some has none."""
-    if not pod.is_ready or pod.is_deleted or not pod.address:
+    """Return the instances of a ready pod; ValueError says why a pod that should have some has none.
+
+    Those of a pod that is being deleted drain until it is gone.
+    """
+    if not (pod.is_ready or pod.is_deleted) or not pod.address:
         return ()
     role = _role_of(pod.labels.get(ROLE_LABEL, BOTH))
     if role is None:
@@ -99,17 +118,28 @@ def instances_of(pod: Pod, ports: Sequence[int], sidecar_port: int) -> tuple[Ins
     return tuple(
         Instance(
             instance_id=pod.name if len(ports) == 1 else f"{pod.name}-rank-{rank}",
-            engine_url=f"http://{host}:{port}",
+            engine_url=f"{engine_access().engine_scheme}://{host}:{port}",
             sidecar_address=_sidecar_address(pod.annotations.get(SIDECAR, ""), host, sidecar_port),
             models=tuple(name.strip() for name in pod.annotations.get(MODELS, "").split(",") if name.strip()),
             role=role,
             tier=pod.labels.get(TIER_LABEL, ""),
             tier_tpot_s=_number(TIER_TPOT_MS, tpot_ms) / 1e3 if tpot_ms else math.inf,
             tier_closed=pod.annotations.get(TIER_CLOSED, "") == "true",
+            state=DRAINING if pod.is_deleted else READY,
+            drain=_drain_of(pod) if pod.is_deleted else None,
         )
         for rank, port in enumerate(ports)
         if port in active
     )
+
+
+def _drain_of(pod: Pod) -> Drain:
+    """Return when the requests of a pod that is being deleted leave: before its grace period ends."""
+    given = pod.annotations.get(DRAIN_S, "")
+    deadline_s = pod.ends_unix_s - min(BEFORE_END_S, pod.grace_s / 2)
+    if given:
+        deadline_s = min(deadline_s, pod.ends_unix_s - pod.grace_s + max(0.0, _number(DRAIN_S, given)))
+    return Drain(deadline_unix_s=deadline_s)
 
 
 def _role_of(label: str) -> str | None:

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import TypeVar
 
 from scheduler.objectives import NO_OBJECTIVES, Objective, Objectives
-from services.instances import Instance, Instances, InstanceSource
+from services.instances import DRAINING, Instance, Instances, InstanceSource
 from services.kubernetes.api import KubernetesApi, Resource, api_address, own_namespace
 from services.kubernetes.pods import (
     InferencePool,
@@ -37,12 +37,14 @@ FIRST_SYNC_S = 5.0  # that the start of a server waits for the first list
 
 
 class FromKubernetes(InstanceSource):
-    """Follows a pool, its pods and its objectives; a pod that is not ready, or is being deleted, is no instance.
+    """Follows a pool, its pods and its objectives.
 
-    While the API server is away, the last list stays. A pool that is deleted has no instances.
+    A pod that is not ready is no instance, and one that is being deleted drains. While the API server is away, the
+    last list stays. A pool that is deleted has no instances.
     """
 
     may_come_later = True
+    kind = "kubernetes"
 
     def __init__(self, settings: KubernetesSettings) -> None:
         """Find the API server, and read nothing yet; ValueError where there is none."""
@@ -189,7 +191,7 @@ class FromKubernetes(InstanceSource):
             if self._unusable.get(name) != reason:
                 log_event(log, logging.WARNING, "pod is left out", namespace=self._namespace, pod=name, reason=reason)
         self._unusable = unusable
-        if found:
+        if any(one.state != DRAINING for one in found.values()):
             self._note("")
         elif unusable:
             name, reason = next(iter(unusable.items()))

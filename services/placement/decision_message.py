@@ -73,7 +73,7 @@ def decision_message(  # noqa: PLR0913 - what a message is made of
         scheduler_id=scheduler_id,
         decided_unix_s=time.time(),
         num_candidates=num_candidates,
-        num_skipped=placement.decision.num_skipped,
+        num_skipped=len(placement.decision.explanation.skipped()),
         next_best=[instance for instance in next_best if instance is not None],
         disaggregation=placement.disaggregation,
         demoted=is_demoted,
@@ -99,7 +99,7 @@ def _leg_message(leg: Leg, instance_of: InstanceMessages) -> common_pb2.PlacedLe
 
 def candidate_messages(placement: Placement) -> Iterator[common_pb2.Candidate]:
     """Convert all candidates of a placement, as the decision saw them."""
-    for candidate in placement.decision.candidates():
+    for candidate in placement.decision.explanation.candidates():
         yield _candidate_message(candidate, placement.basis)
 
 

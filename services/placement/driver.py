@@ -23,6 +23,8 @@ from scheduler.objectives import Objective
 from scheduler.placement import Placement, PlacementRequest
 from scheduler.policy import Policy
 from scheduler.prefix.prompt import NO_BLOCKS, PromptBlocks, blocks_of_text
+from services.draining_requests import DrainingRequests
+from services.instances import Listed
 from services.logs import log_event
 from services.objectives import ObjectiveTable
 from services.placement.decision_log import DecisionLog
@@ -37,6 +39,7 @@ from services.placement.replies import conflict_of, state_name
 from services.placement.settings import MAX_RESERVATION_S, SchedulerSettings
 from services.placement.sidecar_connection import ForecastCall, SidecarConnection
 from services.placement.tail import Tail
+from services.registered_instances import RegisteredInstances
 from services.rpc.errors import UnknownNameError
 from services.rpc.messages import LEG_NAMES, LEG_VALUES, forecast_message, request_from, require_name
 from services.rpc.objectives import fill_from, objective_from, set_objective
@@ -66,8 +69,11 @@ class PlacementDriver:
         listeners: Sequence[PlacementListener] = (),
         *,
         objectives: ObjectiveTable | None = None,
+        registered: RegisteredInstances | None = None,
     ) -> None:
         """Place requests on the instances of a registry; listeners are called in their order."""
+        self.registered = RegisteredInstances(Listed(())) if registered is None else registered
+        self.requests = DrainingRequests(lambda reason: metrics.drain_stays.labels(reason).inc())
         self.settings = settings
         self.registry = registry
         self.log = DecisionLog()
@@ -337,10 +343,10 @@ class PlacementDriver:
                 wakeup.set()
 
     def _end_wait(self, decision: Decision, end: str) -> None:
-        if self._wakeups.pop(decision, None) is not None:
+        if self._wakeups.pop(decision, None) is not None and decision.admission is not None:
             self._metrics.held.dec()
             self._metrics.holds.labels(end).inc()
-            self._metrics.held_s.observe(decision.held_s(time.monotonic()))
+            self._metrics.held_s.observe(time.monotonic() - decision.admission.joined_s)
 
     # Asking.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import time
@@ -14,14 +15,16 @@ from prometheus_client import Counter
 from protos.block.v1 import common_pb2, scheduler_pb2
 from scheduler.instances import OverloadedError
 from scheduler.placement import Placement
+from services.draining_requests import REMOVED, Stay
 from services.http.client import HttpClient, origin_of
 from services.http.continued_request import BY_TOKEN_IDS, OFF, EarlierPart, continued_request
+from services.http.engine_deaths import POISON, EngineDeaths
 from services.http.kv_transfer import KV_CONNECTORS
 from services.http.openai_body import OpenAIRequest
 from services.http.prefill_leg import MAX_FAILED_FETCHES, SKIPPED, HeldBlocks, PrefillLeg
 from services.http.prompt_tokens import PromptSizes
 from services.http.proxying import OK
-from services.http.stream_continuation import CHAT, IDS_FIELD, NotContinuableError, StreamTranscript
+from services.http.stream_continuation import CHAT, IDS_FIELD, Continuation, NotContinuableError, StreamTranscript
 from services.logs import log_event
 from services.placement.driver import PlacementDriver
 from services.placement.generation_spans import GenerationSpans, answer_recorded
@@ -34,12 +37,20 @@ from services.placement.upstream_engine import (
     error_of,
     stream_answer,
 )
+from services.retry_budget import RetryBudget
 from services.rpc.objectives import with_objective
 from services.tracing.request_spans import DECODE, MIGRATIONS, PREFILL, SERVE, end_prefill
 
 log = logging.getLogger(__name__)
 
 MAX_PREFILL_BYTES = 16 * 2**20  # of a reply
+CUT = "length"  # why an answer ends that has as many tokens as it may
+PLANNED, FAILURE = "planned", "failed"  # why another engine continues, as outcomes name it
+LIMIT, BUDGET, NO_INSTANCE = "limit", "migration_budget", "no_instance"  # why none does
+OF_THE_REST = (  # what a request for the rest of an answer changes
+    "_num_migrations", "_earlier", "message", "engine_request", "ask", "_undivided", "_held", "arrived_s", "waited_s",
+    "_excluded", "_to_send",
+)  # fmt: skip
 
 
 class PrefillError(EngineError):
@@ -54,6 +65,8 @@ class Generation:
     client: HttpClient
     attempts: Counter  # by result
     prefills: Counter  # by result
+    migrations: RetryBudget
+    deaths: EngineDeaths
     sizes: PromptSizes
     engine_request: EngineRequest
     ask: OpenAIRequest  # what placing needs of it
@@ -69,6 +82,9 @@ class Generation:
     _hides_ids: bool = False  # engines return token ids that the client did not ask for
     _earlier: EarlierPart | None = None  # from engines that failed
     _num_migrations: int = 0
+    _stay: Stay | None = None  # at the instance that answers now
+    _leaves: bool = False  # the instance drains, and the stream has been asked to leave it
+    _next: tuple[Placement, common_pb2.Decision] | None = None  # of a stream that leaves
     _to_send: EngineRequest = field(init=False)  # with the facts of the request as the last decision has them
 
     def __post_init__(self) -> None:
@@ -87,72 +103,154 @@ class Generation:
         """Yield decisions, chunks and the outcome; EngineError where no engine can answer."""
         settings = self.driver.settings
         failure: EngineError | None = None
-        for attempt in range(1, settings.attempts + 1):
-            try:
-                placement, decision = await self._place()
-            except OverloadedError:
-                raise  # says when to try again
-            except ConnectionError:
-                if failure is None:
-                    raise
-                raise failure from None  # it is more precise
+        attempt = 0
+        while True:
+            attempt += self._next is None
+            placement, decision = await self._placed_next(failure)
             entered_s = self.arrived_s - self.waited_s
             tracker = GenerationTracker(decision=decision, request=self.message.request, entered_s=entered_s)
-            is_released = is_continued = False
             try:
                 yield scheduler_pb2.GenerateResponse(decision=decision)
                 async with aclosing(self._streamed(decision, tracker)) as chunks:
                     async for chunk in chunks:
                         yield scheduler_pb2.GenerateResponse(chunk=chunk)
+                        if self._leaves and await self._moved(decision, tracker):
+                            break
             except (ConnectionError, TimeoutError) as error:
-                self.attempts.labels("broken" if tracker.num_chunks else "failed").inc()
-                failed_id = self._failed(decision, tracker, error)
-                failure = EngineError(f"{failed_id}: {error}")
-                if failed_id != placement.instance_id:  # the instance of the decode leg may be chosen again
-                    await self._release(placement, None if isinstance(error, PrefillError) else tracker.outcome())
-                    is_released = True
-                had_legs = decision.HasField("prefill") or tracker.held is not None
-                if attempt == settings.attempts or not (placement.next_best or had_legs):
+                failure = await self._given_up(placement, decision, tracker, error)
+                if attempt >= settings.attempts or not self._tries_another(placement, decision, tracker):
                     raise failure from None
-                if tracker.num_chunks:
-                    self._continue(decision, tracker, failure)
-                    is_continued = True
-                log_event(
-                    log, logging.INFO, "engine failed, trying another", request_id=tracker.request.request_id,
-                    instance=failed_id, reason=str(error), tokens=tracker.num_tokens,
-                )  # fmt: skip
+                tracker.is_continued = tracker.num_chunks > 0
             else:
+                if self._next is not None:
+                    continue
                 self.attempts.labels("ended").inc()
                 self.sizes.learn(self.ask, tracker.prompt_tokens)
                 yield scheduler_pb2.GenerateResponse(outcome=self._whole(tracker.outcome()))
                 return
             finally:
-                self._ended(tracker, is_released=is_released, is_continued=is_continued)
+                self._ended(tracker)
 
-    def _ended(self, tracker: GenerationTracker, *, is_released: bool, is_continued: bool) -> None:
+    def _ended(self, tracker: GenerationTracker) -> None:
         """Report how the attempt of one engine ended, unless that is done."""
-        if not is_released:
+        if not tracker.is_released:
             self.driver.ended(tracker.outcome())
-        if self.spans.request.is_recorded and not is_continued:
+        if self.spans.request.is_recorded and not tracker.is_continued:
             self.spans.request.ended(self._whole(tracker.outcome()))
+
+    async def _placed_next(self, failure: EngineError | None) -> tuple[Placement, common_pb2.Decision]:
+        """Place the request; the error of an engine that failed is more precise than that there is no other one."""
+        if self._next is not None:
+            found, self._next = self._next, None
+            return found
+        try:
+            return await self._place()
+        except OverloadedError:
+            raise  # says when to try again
+        except ConnectionError:
+            if failure is None:
+                raise
+            raise failure from None
+
+    async def _given_up(
+        self, placement: Placement, decision: common_pb2.Decision, tracker: GenerationTracker, error: Exception
+    ) -> EngineError:
+        """Note the failure of an engine, and return it as the client sees it."""
+        self.attempts.labels("broken" if tracker.num_chunks else "failed").inc()
+        failed_id = self._failed(decision, tracker, error)
+        self.deaths.failed(failed_id, error, tracker.sent_s)
+        if failed_id != placement.instance_id:  # the instance of the decode leg may be chosen again
+            await self._release(placement, None if isinstance(error, PrefillError) else tracker.outcome())
+            tracker.is_released = True
+        log_event(
+            log, logging.INFO, "engine failed", request_id=tracker.request.request_id, instance=failed_id,
+            reason=str(error), tokens=tracker.num_tokens,
+        )  # fmt: skip
+        return EngineError(f"{failed_id}: {error}")
+
+    def _tries_another(self, placement: Placement, decision: common_pb2.Decision, tracker: GenerationTracker) -> bool:
+        """Whether another engine may answer, or go on with the answer."""
+        had_legs = decision.HasField("prefill") or tracker.held is not None
+        if not (placement.next_best or had_legs):
+            return False
+        if self.deaths.is_exhausted:
+            tracker.migration = POISON
+            return False
+        return not tracker.num_chunks or self._continue(decision, tracker)
 
     # Continuing.
 
-    def _continue(self, decision: common_pb2.Decision, tracker: GenerationTracker, failure: EngineError) -> None:
-        """Ask for the rest of the answer from now on; the failure is raised where it cannot continue."""
-        transcript, now_s = self._transcript, time.monotonic()
-        if transcript is None or self._num_migrations >= self.driver.settings.max_migrations:
-            raise failure from None
-        transcript.max_model_len = decision.instance.settings.max_model_len or None
+    def _continue(self, decision: common_pb2.Decision, tracker: GenerationTracker) -> bool:
+        """Ask for the rest of the answer from now on; False where it cannot continue."""
         try:
-            rest = transcript.continuation()
+            rest = self._rest_of(decision)
         except NotContinuableError as why:
+            tracker.migration = str(why)
             log_event(log, logging.INFO, "stream not continued", request_id=tracker.request.request_id, why=str(why))
-            raise failure from None
-        self._num_migrations += 1
+            return False
+        tracker.migration = FAILURE
         whole = self._whole(tracker.outcome())
+        self._continue_as(rest, decision, tracker)
+        self._record_move(whole)
+        assert self._transcript is not None
+        self._transcript.continue_as(rest)
+        self.attempts.labels("continued").inc()
+        return True
+
+    async def _moved(self, decision: common_pb2.Decision, tracker: GenerationTracker) -> bool:
+        """Find another instance for the rest of a stream whose own drains; False where it stays."""
+        self._leaves = False
+        before, whole = {name: getattr(self, name) for name in OF_THE_REST}, self._whole(tracker.outcome())
+        try:
+            rest = self._rest_of(decision)
+            self._excluded |= {decision.instance.instance_id}
+            self._continue_as(rest, decision, tracker)
+            try:
+                self._next = await self._place()
+            except (ConnectionError, ValueError):
+                for name, value in before.items():
+                    setattr(self, name, value)
+                self.migrations.give_back()
+                raise NotContinuableError(NO_INSTANCE) from None
+        except NotContinuableError as why:
+            if self._stay is not None:
+                self.driver.requests.stays(self._stay, str(why))
+            return False
+        tracker.migration, tracker.is_continued = PLANNED, True
+        self._record_move(whole)
+        self.attempts.labels(PLANNED).inc()
+        log_event(
+            log, logging.INFO, "stream continued", how=PLANNED, request_id=tracker.request.request_id,
+            left_instance_id=decision.instance.instance_id, tokens=rest.num_sent,
+        )  # fmt: skip
+        assert self._transcript is not None
+        self._transcript.continue_as(rest)
+        return True
+
+    def _rest_of(self, decision: common_pb2.Decision) -> Continuation:
+        """Return the request for the rest of the answer, within limits and budget; NotContinuableError without."""
+        transcript = self._transcript
+        if transcript is None:
+            raise NotContinuableError(self.ask.why_not_continuable or OFF)
+        if self._num_migrations >= self.driver.settings.max_migrations:
+            raise NotContinuableError(LIMIT)
+        transcript.max_model_len = decision.instance.settings.max_model_len or None
+        rest = transcript.continuation()
+        if not self.migrations.spend():
+            raise NotContinuableError(BUDGET)
+        return rest
+
+    def _record_move(self, whole: common_pb2.Outcome) -> None:
+        """Record the part of the answer that has come, and how often it has moved."""
         self.spans.request.ended(whole)
         self.spans.request.set({MIGRATIONS: self._num_migrations})
+
+    def _continue_as(self, rest: Continuation, decision: common_pb2.Decision, tracker: GenerationTracker) -> None:
+        """Make the request for the rest the one that is placed and sent next."""
+        transcript, now_s = self._transcript, time.monotonic()
+        assert transcript is not None
+        self._num_migrations += 1
+        whole = self._whole(tracker.outcome())
         self._earlier = EarlierPart(
             arrived_s=tracker.entered_s if self._earlier is None else self._earlier.arrived_s,
             ttft_s=whole.ttft_s if whole.HasField("ttft_s") else None,
@@ -179,8 +277,6 @@ class Generation:
         self.ask = self.engine_request.read()
         self._undivided, self._held = self.ask.undivided, None
         self.arrived_s, self.waited_s = now_s, 0.0
-        transcript.continue_as(rest)
-        self.attempts.labels("continued").inc()
 
     def _whole(self, outcome: common_pb2.Outcome) -> common_pb2.Outcome:
         """Return the outcome of the whole answer, of which `outcome` is that of the last engine."""
@@ -263,6 +359,10 @@ class Generation:
             await self._prefill(decision, tracker.entered_s)
         tracker.held = held = self._held
         settings = self.driver.settings
+        self._leaves, forced = False, asyncio.Event()
+        self._stay = stay = self.driver.requests.enter(
+            decision.instance.instance_id, self._leave if held is None else None, forced.set
+        )
         leg = self.spans.leg(SERVE if held is None else DECODE, decision.instance, decision.policy)
         pieces = stream_answer(
             self.client,
@@ -277,6 +377,8 @@ class Generation:
             try:
                 async with aclosing(pieces) as open_pieces:
                     async for piece in open_pieces:
+                        if forced.is_set():
+                            raise EngineError(REMOVED)
                         tracker.received(piece)
                         if piece.is_answer():
                             yield scheduler_pb2.Chunk(
@@ -287,8 +389,22 @@ class Generation:
                             )
             except (ConnectionError, TimeoutError):
                 if not tracker.is_complete:  # only the usage is missing
-                    raise
+                    if not self._has_all_of(tracker):
+                        raise
+                    yield scheduler_pb2.Chunk(finish_reason=CUT)
+            finally:
+                stay.end()
             tracker.require_end()
+
+    def _has_all_of(self, tracker: GenerationTracker) -> bool:
+        """Whether all tokens have come that the request allows, so that only the reason for the end is missing."""
+        if self._transcript is None or self._transcript.end() is None:
+            return False
+        tracker.finish_reason = common_pb2.FINISH_REASON_LENGTH
+        return True
+
+    def _leave(self) -> None:
+        self._leaves = True
 
     def _received(self, event: bytes) -> None:
         if self._transcript is not None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from protos.block.v1 import common_pb2
 from services.http.prefill_leg import HeldBlocks
+from services.placement.outcomes import outcome_of
 from services.placement.upstream_engine import EngineError, StreamChunk
 
 REASONS = {
@@ -33,11 +34,16 @@ class GenerationTracker:
     counted: bool = False  # by the engine
     held: HeldBlocks | None = None  # that the answer is decoded from
     hand_over_s: float | None = None
+    sent_s: float | None = None
+    is_released: bool = False
+    is_continued: bool = False
+    migration: str = ""  # why another instance goes on with the answer
     first_s: float | None = None
     last_s: float | None = None
 
     def sent(self, at_s: float) -> None:
         """Note when the request was sent."""
+        self.sent_s = at_s
         if self.held is not None:
             self.hand_over_s = at_s - self.held.replied_s
 
@@ -81,26 +87,21 @@ class GenerationTracker:
 
     def outcome(self) -> common_pb2.Outcome:
         """Return the outcome so far."""
-        request, entered_s = self.request, self.entered_s
-        outcome = common_pb2.Outcome(
-            request_id=request.request_id,
+        request, held = self.request, self.held
+        return outcome_of(
+            request,
+            self.decision,
             instance_id=self.decision.instance.instance_id,
-            model=request.model,
-            session_id=request.session_id,
-            client_id=request.client_id,
-            prompt_tokens=self.prompt_tokens or request.prompt_tokens,
-            output_tokens=self.num_tokens,
-            finish_reason=self.finish_reason,
-            prefix_hit_tokens=self.hit_tokens,
-            tag=self.decision.tag if self.decision.HasField("tag") else None,
-            forecast=self.decision.forecast if self.decision.HasField("forecast") else None,
             policy=self.decision.policy,
-            finished_unix_s=time.time(),
-            prefill_instance_id="" if self.held is None else self.held.instance_id,
-            prefill_s=None if self.held is None else self.held.prefill_s,
+            reason=self.finish_reason,
+            arrived_s=self.entered_s,
+            first_s=self.first_s,
+            last_s=self.last_s,
+            output_tokens=self.num_tokens,
+            prompt_tokens=self.prompt_tokens,
+            prefix_hit_tokens=self.hit_tokens,
+            prefill_instance_id="" if held is None else held.instance_id,
+            prefill_s=None if held is None else held.prefill_s,
             hand_over_s=self.hand_over_s,
+            migration=self.migration,
         )
-        if self.first_s is not None and self.last_s is not None:
-            outcome.ttft_s, outcome.e2e_s = self.first_s - entered_s, self.last_s - entered_s
-            outcome.tpot_s = (self.last_s - self.first_s) / max(1, self.num_tokens - 1)
-        return outcome

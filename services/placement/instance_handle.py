@@ -18,7 +18,7 @@ from scheduler.candidate import CandidateStatus
 from scheduler.instances import NOT_READY, InstanceDirectory, InstanceStatus
 from scheduler.intentions import Answer
 from scheduler.prefix.prompt import DEFAULT_BLOCK_TOKENS
-from services.instances import Instance
+from services.instances import DRAINING, Instance
 from services.logs import log_event
 from services.placement.circuit_breaker import CircuitBreaker
 from services.placement.metrics import SchedulerMetrics
@@ -63,7 +63,7 @@ class InstanceHandle:
             role=instance.role,
             tier_tpot_s=instance.tier_tpot_s,
             tier_closed=instance.tier_closed,
-            is_draining=instance.state == "draining",
+            is_draining=instance.state == DRAINING,
             connection=connection.breaker.state,
             sidecar=settings.circuit(),
             engine=settings.circuit(),
@@ -77,15 +77,22 @@ class InstanceHandle:
         self.is_silent = False  # it should report, and does not
         self._background: set[asyncio.Task[Any]] = set()
 
-    def take_tier_of(self, instance: Instance) -> bool:
-        """Take the tier of the instance in a new list; return False where something else of the instance changed."""
+    def take_changes_of(self, instance: Instance) -> bool:
+        """Take tier and state of the instance in a new list; return False where something else of it changed."""
         known = self.instance
-        if replace(known, tier=instance.tier, tier_tpot_s=instance.tier_tpot_s, tier_closed=instance.tier_closed) != (
-            instance
-        ):
+        kept = replace(
+            known,
+            tier=instance.tier,
+            tier_tpot_s=instance.tier_tpot_s,
+            tier_closed=instance.tier_closed,
+            state=instance.state,
+            drain=instance.drain,
+        )
+        if kept != instance:
             return False
         self.instance, self.message = instance, instance_message(instance)
         self.status.tier_tpot_s, self.status.tier_closed = instance.tier_tpot_s, instance.tier_closed
+        self.status.is_draining = instance.state == DRAINING
         return True
 
     # Health.
@@ -294,7 +301,7 @@ class InstanceHandle:
 
 def instance_message(instance: Instance) -> common_pb2.Instance:
     """Convert an instance to its wire form."""
-    draining = instance.state == "draining"
+    draining = instance.state == DRAINING
     return common_pb2.Instance(
         instance_id=instance.instance_id,
         engine_url=instance.engine_url,
@@ -305,4 +312,5 @@ def instance_message(instance: Instance) -> common_pb2.Instance:
         tier=instance.tier,
         tier_tpot_s=instance.tier_tpot_s if instance.tier_tpot_s < math.inf else None,
         tier_closed=instance.tier_closed,
+        drain=None if instance.drain is None else instance.drain.message(),
     )

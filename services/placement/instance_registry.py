@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from scheduler.disaggregation import SERVE_WHOLE
 from scheduler.instances import DECODE_ROLE, PREFILL_ROLE, InstanceDirectory
-from services.instances import Instances
+from services.drains import NEVER, Drain
+from services.instances import DRAINING, Instances
 from services.logs import log_event
 from services.placement.instance_handle import InstanceHandle
 from services.placement.metrics import SchedulerMetrics
@@ -20,6 +22,7 @@ from services.placement.sidecar_connection import SidecarConnection
 log = logging.getLogger(__name__)
 
 MAX_REPORTS_PER_S = 1000  # of all sidecars together
+DRAINING_REPORT_S = 0.5  # between reports of an instance that drains, which gets no other calls
 REPORT_AT_ONCE = 16  # instances, for the live page
 
 
@@ -36,6 +39,7 @@ class InstanceRegistry:
         self._closing: set[asyncio.Task[None]] = set()
         self._is_watched = False
         self._shown_every_s = math.inf
+        self._followers: list[Callable[[Mapping[str, Drain]], None]] = []
 
     def update(self, instances: Instances) -> None:
         """Take a new list."""
@@ -43,7 +47,7 @@ class InstanceRegistry:
         self._handles = {}  # a new one: decisions under way go on with theirs
         for instance in sorted(instances, key=lambda one: one.instance_id):
             known = before.get(instance.instance_id)
-            if known is not None and known.take_tier_of(instance):
+            if known is not None and known.take_changes_of(instance):
                 self._handles[instance.instance_id] = before.pop(instance.instance_id)
             else:
                 connection = self._connection_to(instance.sidecar_address)
@@ -58,6 +62,24 @@ class InstanceRegistry:
             connection.stop_reserving()
         self._start(self._close(list(before.values()), unused))
         self._watch_all()
+        drains = self.drains()
+        for follower in list(self._followers):
+            follower(drains)
+
+    def drains(self) -> dict[str, Drain]:
+        """Return the drains of the instances that drain."""
+        draining = (handle.instance for handle in self._handles.values() if handle.instance.state == DRAINING)
+        return {one.instance_id: one.drain or NEVER for one in draining}
+
+    @contextmanager
+    def drains_followed(self, take: Callable[[Mapping[str, Drain]], None]) -> Iterator[None]:
+        """Call with the drains now, and after each new list while the block runs."""
+        self._followers.append(take)
+        try:
+            take(self.drains())
+            yield
+        finally:
+            self._followers.remove(take)
 
     def _warn_of_pools(self) -> None:
         """Warn, once for each list, of roles that no instance has although others need it."""
@@ -114,7 +136,8 @@ class InstanceRegistry:
         num_groups = 1 if self._is_watched or interval_s == math.inf else math.ceil(len(self._handles) / REPORT_AT_ONCE)
         for place, handle in enumerate(self._handles.values()):
             after_s = interval_s * (place % num_groups) / num_groups if num_groups > 1 else 0.0
-            handle.watch(interval_s, after_s=after_s)
+            every_s = min(interval_s, DRAINING_REPORT_S) if handle.status.is_draining else interval_s
+            handle.watch(every_s, after_s=after_s)
 
     def probe_suspects(self) -> None:
         """Probe the sidecars whose circuits are open, if it is time for a trial."""

@@ -20,6 +20,7 @@ from services.placement.listeners import PlacementListener
 from services.placement.metrics import SchedulerMetrics
 from services.placement.provisioner_reports import ProvisionerReports
 from services.placement.settings import SchedulerSettings
+from services.registered_instances import RegisteredInstances
 from services.security.own_key import own_key
 from services.supervised_task import supervised
 
@@ -34,11 +35,12 @@ async def placement_driver(
     metrics, objectives = SchedulerMetrics(registry), ObjectiveTable(settings.objectives, also=source.objectives)
     instances, lengths = InstanceRegistry(settings, metrics), LengthResolver(settings, metrics)
     reports = ProvisionerReports(settings.provisioners, settings.scheduler_id, own_key(settings.part_key_file))
+    registered = RegisteredInstances(source, settings.registered_file, changed=instances.update)
     watching = counting = recorder = driver = None
     try:
         recorder = _recorder(settings, metrics)
         try:
-            instances.update(await source.poll() or ())
+            instances.update(await registered.poll() or ())
         except ValueError:
             if not source.may_come_later:
                 raise
@@ -50,21 +52,26 @@ async def placement_driver(
         listeners: list[PlacementListener] = [ForecastCalibration(metrics, pace_of), lengths, reports]
         if recorder is not None:
             listeners.append(recorder)
-        watching = asyncio.create_task(supervised("instance list", partial(watch, source, poll_s, instances.update)))
+        watch_list = partial(watch, registered, poll_s, instances.update)
+        watching = asyncio.create_task(supervised("instance list", watch_list))
         async with following(objectives, poll_s):
-            driver = PlacementDriver(settings, instances, lengths, metrics, listeners, objectives=objectives)
+            driver = PlacementDriver(
+                settings, instances, lengths, metrics, listeners, objectives=objectives, registered=registered
+            )
             count = partial(reports.follow_waiting, driver.core.waiting_targets)
             counting = asyncio.create_task(supervised("reports of waiting requests", count))
-            yield driver
+            with instances.drains_followed(driver.requests.follow):
+                yield driver
     finally:
         if driver is not None:
             await driver.tail.close()
+            await driver.requests.close()
         for task in (watching, counting):
             if task is not None:
                 task.cancel()
                 with suppress(asyncio.CancelledError):
                     await task
-        await source.close()
+        await registered.close()
         await instances.close()
         await lengths.close()
         await reports.close()

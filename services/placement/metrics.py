@@ -115,6 +115,12 @@ class SchedulerMetrics:
         self.outcomes = Counter(
             "block_scheduler_outcomes", "Outcomes for the tagger, by result.", ("result",), registry=registry
         )
+        self.drain_stays = Counter(
+            "block_generate_drain_stays",
+            "Streams of Generate that were to leave an instance that drains, and went on there, by reason.",
+            ("reason",),
+            registry=registry,
+        )
         self.recorded = Counter(
             "block_recorded_lines", "Decisions and outcomes recorded, or lost.", ("result",), registry=registry
         )

@@ -41,7 +41,8 @@ class ProvisionerReports(PlacementListener):
         forecast = placement.forecast
         if not self._streams or forecast is None:
             return
-        others = [one.e2e_s for name, one in placement.decision.forecasts() if name != placement.instance_id]
+        forecasts = placement.decision.explanation.forecasts()
+        others = [one.e2e_s for name, one in forecasts if name != placement.instance_id]
         all_e2e_s = [*others, forecast.e2e_s]
         asked = placement.decision.request
         self._report(

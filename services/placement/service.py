@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import time
 from collections.abc import AsyncIterator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -15,6 +16,7 @@ from prometheus_client import CollectorRegistry, Counter
 from protos.block.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
 from scheduler.prefix.prompt import BYTES_PER_TOKEN
 from services.http.client import HttpClient
+from services.http.engine_deaths import EngineDeaths
 from services.http.openai_body import OpenAIRequest
 from services.http.prompt_tokens import PromptSizes, PromptTokens
 from services.http.trace_context import TRACEPARENT, trace_parent_from
@@ -23,6 +25,7 @@ from services.placement.driver import PlacementDriver
 from services.placement.generation import Generation
 from services.placement.generation_spans import CANCELLED, GenerationSpans, bytes_of
 from services.placement.upstream_engine import engine_request_from
+from services.retry_budget import RetryBudget
 from services.rpc.errors import status_of
 from services.rpc.messages import require_name
 from services.tracing.attributes import decision_attributes
@@ -35,7 +38,9 @@ log = logging.getLogger(__name__)
 Context = grpc.aio.ServicerContext[Any, Any]
 
 SERVICE = scheduler_pb2.DESCRIPTOR.services_by_name["Scheduler"].full_name
-ENDLESS = ("/block.v1.Scheduler/Tail",)  # streams that end when the caller leaves
+ENDLESS = ("/block.v1.Scheduler/Tail", "/block.v1.Scheduler/WatchDrains")  # streams that end when the caller leaves
+MAX_MIGRATIONS_AT_ONCE = 1024  # that are free
+REPEAT_S = 5.0  # between two messages about drains where nothing changes
 DEADLINES_PER_DECISION = 3  # of the sidecars, within which a decision is made
 
 
@@ -58,6 +63,12 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
         self._attempts = Counter(
             "block_generate_attempts", "Engines tried for streams, by result.", ("result",), registry=registry
         )
+        self._poison_suspects = Counter(
+            "block_generate_poison_suspects",
+            "Requests of Generate of which two engines failed within 10 s after they got them.",
+            registry=registry,
+        )
+        self._migrations = RetryBudget(max_retries=MAX_MIGRATIONS_AT_ONCE, per_request=settings.migration_ratio)
         self._prefills = Counter(
             "block_generate_prefill_legs",
             "Prefill legs of streams: KV blocks are held (held) or not (no_blocks), the reply is invalid, the request "
@@ -106,6 +117,24 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
                 async for frame in frames:
                     yield scheduler_pb2.TailResponse(frame_json=frame)
 
+    async def WatchDrains(
+        self,
+        request: scheduler_pb2.WatchDrainsRequest,
+        context: Context,
+    ) -> AsyncIterator[scheduler_pb2.WatchDrainsResponse]:
+        """Stream which instances drain."""
+        changed = asyncio.Event()
+        with self._driver.registry.drains_followed(lambda _: changed.set()):
+            while True:
+                changed.clear()
+                draining = (handle for handle in self._driver.registry.handles() if handle.status.is_draining)
+                yield scheduler_pb2.WatchDrainsResponse(
+                    instances=[handle.message for handle in draining], now_unix_s=time.time()
+                )
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(REPEAT_S):
+                        await changed.wait()
+
     @property
     def driver(self) -> PlacementDriver:
         """What decides."""
@@ -126,6 +155,7 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
         ask = engine_request.read()
         waited_s = request.request.waited_s
         await self._measure(request.request, ask)
+        self._migrations.earn()
         metadata = context.invocation_metadata() or ()
         spans = GenerationSpans(
             self._tracer, metadata, engine_request, ask, request.request, arrived_unix_s=arrived_unix_s
@@ -135,6 +165,12 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
             client=self._client,
             attempts=self._attempts,
             prefills=self._prefills,
+            migrations=self._migrations,
+            deaths=EngineDeaths(
+                request_id=request.request.request_id,
+                limit=self._settings.max_migrations + 1,
+                suspected=self._poison_suspects.inc,
+            ),
             sizes=self._prompts.sizes,
             engine_request=engine_request,
             ask=ask,

@@ -15,7 +15,13 @@ from scheduler.disaggregation import SERVE_WHOLE
 from scheduler.policies import POLICIES
 from scheduler.policy import policy_from
 from scheduler.prefix.kv_block_hash import SEED
-from services.http.continued_request import BY_TOKEN_IDS, ContinueStreams, MaxMigrations, require_continue_streams
+from services.http.continued_request import (
+    BY_TOKEN_IDS,
+    ContinueStreams,
+    MaxMigrations,
+    MigrationRatio,
+    require_continue_streams,
+)
 from services.http.kv_transfer import HandOverDeadline, KvConnectorName, require_kv_connector
 from services.http.prompt_tokens import BlockTokens, ChatTemplateFile, HashSeed, TokenizerFile
 from services.instances import require_address
@@ -56,6 +62,14 @@ class SchedulerSettings:
     ] = False
 
     objectives: ObjectivesFile = ""
+    registered_file: Annotated[
+        str,
+        Option(
+            "File that keeps the instances that are registered by HTTP, and the orders to drain, over a restart. "
+            "Schedulers that name the same file share them.",
+            metavar="FILE",
+        ),
+    ] = ""
     part_key_file: PartKeyFile = ""
 
     sidecar_deadline_s: Annotated[
@@ -159,6 +173,7 @@ class SchedulerSettings:
     hash_seed: HashSeed = SEED
     continue_streams: ContinueStreams = BY_TOKEN_IDS
     max_migrations: MaxMigrations = 2
+    migration_ratio: MigrationRatio = 0.2
     attempts: Annotated[int, "Maximum number of engines that Generate tries for one request."] = 3
     first_token_s: Annotated[
         float, "Maximum time that Generate waits for the first token, or for the reply to a prefill leg, in seconds."
@@ -172,7 +187,7 @@ class SchedulerSettings:
         policy_from(self.policy)
         self._require_times()
         require_kv_connector(self.kv_connector)
-        require_continue_streams(self.continue_streams, self.max_migrations)
+        require_continue_streams(self.continue_streams, self.max_migrations, self.migration_ratio)
         if self.reservation_s > MAX_RESERVATION_S:
             raise ValueError(f"reservation_s: must be at most {MAX_RESERVATION_S:g}, not {self.reservation_s}")
         self.rules()

@@ -9,6 +9,7 @@ from predictor.engine_view import EngineView
 from protos.block.v1 import common_pb2
 from scheduler.circuit import CircuitState
 from services.http.client import HttpClient, Origin, origin_of
+from services.http.engine_client import engine_client
 from services.logs import log_event
 from services.predictor_server.engine_source import DownError
 
@@ -65,7 +66,7 @@ class EngineHealth:
         """Check /health at every interval."""
         if self._origin is None:
             return
-        client = HttpClient()
+        client = engine_client()
         try:
             while True:
                 await self._check(client, self._origin)

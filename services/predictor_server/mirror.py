@@ -35,12 +35,14 @@ from predictor.snapshot import Snapshot
 from protos.block.v1 import common_pb2
 from services.engine_state import layout
 from services.http.client import HttpClient, Origin, origin_of
+from services.http.engine_client import engine_client
 from services.http.server import answering, listening
 from services.logs import log_event
 from services.predictor_server.engine_source import DownError
 from services.predictor_server.metrics import MirrorMetrics
 from services.predictor_server.proxy import Proxy
 from services.predictor_server.settings import MirrorSettings, SidecarSettings
+from services.security.certificates import certificates_of
 from services.supervised_task import supervised
 
 if TYPE_CHECKING:
@@ -187,11 +189,12 @@ async def mirroring(
     source = MirroredEngine(settings, profile, sidecar.residual, sidecar.forget_s)
     metrics = MirrorMetrics(registry, sidecar.instance_id, lambda: source.num_unknown)
     proxy = Proxy(settings, origin, source, metrics.count_reply, registry)
+    tls = certificates_of(settings.tls).server_context if settings.proxy_tls else None
     with listening(settings.host, settings.port, "proxy_port") as own:
         port = own.getsockname()[1]
         scraping = asyncio.create_task(supervised("scraping metrics", partial(_scrape, settings, origin, source)))
         try:
-            async with answering(proxy, own, settings.drain_s):
+            async with answering(proxy, own, settings.drain_s, tls=tls):
                 log_event(log, logging.INFO, "proxying", engine_url=settings.engine_url, host=settings.host, port=port)
                 yield RunningMirror(source=source, proxy=proxy, port=port)
         finally:
@@ -204,7 +207,7 @@ async def mirroring(
 
 async def _scrape(settings: MirrorSettings, origin: Origin, source: MirroredEngine) -> None:
     """Scrape the engine's /metrics at every interval, and its max_model_len whenever it may have restarted."""
-    client = HttpClient()
+    client = engine_client()
     could_scrape, has_length = True, False
     try:
         while True:

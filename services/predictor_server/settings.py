@@ -13,6 +13,8 @@ from predictor.suggestions import require_known
 from services.http.client import origin_of
 from services.http.limits import HttpLimits
 from services.predictor_server.profile_watch_settings import ProfileWatchSettings
+from services.security.exposure import require_tls_beyond_loopback
+from services.security.settings import NO_TLS, TlsSettings
 from services.settings import Nested, Option
 
 
@@ -30,6 +32,9 @@ class MirrorSettings:
         ),
     ] = "127.0.0.1"
     port: Annotated[int, Option("Port of the proxy in front of a mirrored engine.", name="proxy_port")] = 0
+    proxy_tls: Annotated[bool, "Serve the proxy in front of a mirrored engine with TLS, where --tls-cert is set."] = (
+        True
+    )
     engine: Mapping[str, Any] = field(default_factory=dict)
     speed: Annotated[float, Option("Engine seconds per second of a mirrored emulated engine.", name="engine_speed")] = (
         1.0
@@ -48,9 +53,11 @@ class MirrorSettings:
     max_answer_bytes: int = 64 * 2**20
     idle_s: float = 600.0  # maximum pause in a response of the engine
     drain_s: float = 30.0
+    tls: TlsSettings = NO_TLS
 
     def __post_init__(self) -> None:
         """Refuse settings that no proxy can have."""
+        require_tls_beyond_loopback(self.host, self.tls, plain=not self.proxy_tls)
         try:
             origin_of(self.engine_url)
         except ValueError as error:

@@ -18,6 +18,7 @@ from protos.block.v1 import provisioner_pb2 as pb
 from scheduler.backoff import Backoff
 from scheduler.provisioning.planner import DRAIN, NOTHING, START, ScalingDecision
 from scheduler.provisioning.tier_planner import TierMove
+from services.drains import NEVER, Drain
 from services.logs import log_event
 from services.provisioner_server.hooks import Hook, HookError
 from services.provisioner_server.journal import Journal
@@ -250,12 +251,17 @@ class Leader:
         self._write(journal, action, pb.ACTION_STATE_DONE if started else pb.ACTION_STATE_GIVEN_UP)
 
     async def _drain(self, journal: Journal, action: pb.Action) -> None:
-        """Mark instances as draining, wait for their requests, and only then remove them."""
+        """Mark instances as draining, wait for their requests, and only then remove them.
+
+        Requests that are left after `migrate_s` move to other instances; the times are in the roster, so that they
+        hold for the next leader and without one.
+        """
         now_s = time.time()
         draining = [member for name in action.instance_ids if (member := self._roster.find(name)) is not None]
         for member in draining:
             if member.state != DRAINING:
-                self._roster.change(member.instance_id, now_s, state=DRAINING)
+                drain = Drain(deadline_unix_s=now_s + self._settings.migrate_s) if self._settings.migrate else NEVER
+                self._roster.change(member.instance_id, now_s, state=DRAINING, drain=drain.table())
         draining = [member for name in action.instance_ids if (member := self._roster.find(name)) is not None]
         conditions = await self._sidecars.conditions(draining)
         for member in draining:
@@ -298,7 +304,7 @@ class Leader:
             self._roster.drop(*action.instance_ids)
         for name in action.instance_ids:
             if action.kind == pb.ACTION_KIND_DRAIN and self._roster.find(name) is not None:
-                self._roster.change(name, time.time(), state=READY)
+                self._roster.change(name, time.time(), state=READY, drain={})
 
     def _write(
         self, journal: Journal, action: pb.Action, state: pb.ActionState.ValueType = pb.ACTION_STATE_WRITTEN

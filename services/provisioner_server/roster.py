@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 STARTING, READY, DRAINING = "starting", "ready", "draining"
@@ -26,6 +26,7 @@ class Member:
     tier: str = ""  # empty: the best-effort pool
     tier_tpot_s: float = 0.0  # the bound of its tier; 0 without one
     tier_closed: bool = False
+    drain: Mapping[str, float | bool] = field(default_factory=dict)  # while it drains: when its requests leave
 
     @property
     def has_address(self) -> bool:
@@ -102,6 +103,8 @@ def _listed(member: Member) -> dict[str, object]:
     }
     if member.tier:
         table |= {"tier": member.tier, "tier_tpot_s": member.tier_tpot_s}
+    if member.state == DRAINING and member.drain:
+        table |= {"drain": dict(member.drain)}
     if member.tier_closed:
         table |= {"tier_closed": True}
     return table

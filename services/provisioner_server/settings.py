@@ -51,6 +51,12 @@ class ProvisionerSettings:
         float,
         Option("Maximum time to wait for the requests of an instance that leaves, in seconds.", name="leave_s"),
     ] = 300.0
+    migrate: Annotated[bool, "Move the requests of an instance that leaves to other instances after --migrate-s."] = (
+        True
+    )
+    migrate_s: Annotated[
+        float, "Time after which requests that an instance which leaves still has move to other ones, in seconds."
+    ] = 60.0
     settle_s: Annotated[float, "Time for schedulers to notice that an instance is leaving, in seconds."] = 3.0
     attempts: Annotated[int, "Maximum number of attempts at one action before it counts as failed."] = 8
     dry_run: Annotated[bool, "Log the actions without carrying them out."] = False
@@ -66,7 +72,7 @@ class ProvisionerSettings:
         if TIERS in self.rule.split("+") and not self.tiers:
             raise ValueError("tiers: is missing; the rule tiers needs a file of them")
         require_room(self.read_tiers(), self.limits.max_instances)
-        for name in ("tick_s", "drain_s", "settle_s", "tier_hold_s"):
+        for name in ("tick_s", "drain_s", "migrate_s", "settle_s", "tier_hold_s"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 raise ValueError(f"{name}: must be a time above 0, not {value}")

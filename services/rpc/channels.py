@@ -4,44 +4,27 @@ from __future__ import annotations
 
 import errno
 import socket
+from typing import cast
 
 import grpc
 
-from services.rpc.key_sending import BlockingKeySender, key_senders
+from services.rpc.stub_channel import StubChannel
+from services.security.certificates import Certificates
 from services.security.own_key import NO_OWN_KEY, OwnKey
 
-# A server that returns is reached within a second; one that is cut off silently is noticed within half a minute.
-KEEPALIVE = (
-    ("grpc.keepalive_time_ms", 20_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-)
-NO_PROXY = (("grpc.enable_http_proxy", 0),)
 MAX_METADATA_BYTES = 16 * 2**10  # of a call; gRPC resets one with more by RESOURCE_EXHAUSTED
 MAX_STREAMS = 4096  # of one connection at a time
 HANDSHAKE_S = 10.0
 
 
-def open_channel(address: str, key: OwnKey = NO_OWN_KEY) -> grpc.aio.Channel:
-    """Open a channel to host:port; it connects when it is first used, and again within a second after a failure.
+def open_channel(
+    address: str, key: OwnKey = NO_OWN_KEY, *, certificates: Certificates | None = None
+) -> grpc.aio.Channel:
+    """Open a channel to host:port for generated stubs; it connects when it is first used, and again after a failure.
 
-    Placements use `grpc_channel.py`, which takes less processor time. All calls are made with a key, if there is one.
+    All calls are made with a key, if there is one.
     """
-    options = (
-        ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 1000),  # gRPC's name for the time of one attempt
-        ("grpc.max_reconnect_backoff_ms", 1000),
-        ("grpc.use_local_subchannel_pool", 1),  # or channels to one address would share a connection and its failures
-        ("grpc.max_send_message_length", -1),
-        *KEEPALIVE,
-        *NO_PROXY,
-    )
-    return grpc.aio.insecure_channel(address, options=options, interceptors=key_senders(key))
-
-
-def open_blocking_channel(address: str, key: OwnKey = NO_OWN_KEY) -> grpc.Channel:
-    """Open a channel for a command that has no event loop."""
-    channel = grpc.insecure_channel(address, options=NO_PROXY)
-    return grpc.intercept_channel(channel, BlockingKeySender(key)) if key else channel
+    return cast("grpc.aio.Channel", StubChannel(address, key=key, certificates=certificates))
 
 
 def make_server(

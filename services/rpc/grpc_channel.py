@@ -33,6 +33,8 @@ from services.rpc.http2 import (
     Http2Stream,
     LostError,
 )
+from services.security.certificates import Certificates, own_certificates
+from services.security.handshakes import reason_in
 from services.security.own_key import NO_OWN_KEY, OwnKey
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 1.0  # between two attempts to connect
@@ -40,6 +42,7 @@ KEEPALIVE_S = 20.0  # a server that sends nothing for so long is pinged, while c
 KEEPALIVE_TIMEOUT_S = 5.0
 MAX_MESSAGE_BYTES = 4 * 2**20  # of a reply
 UNREPORTED = (b":", b"grpc-", b"content-type")  # headers after a status that are no metadata
+CLOSE_S = 0.5  # for a server to end its side of a connection with TLS
 MAX_CALLS_UNSENT = 1000  # that wait for the first connection
 
 PREFIX = struct.Struct(">BL")  # whether the message is compressed, and its length
@@ -73,10 +76,23 @@ class GrpcChannel:
     While the first attempt is made, calls wait; after a failure they fail at once, until a connection is there.
     """
 
-    def __init__(self, address: str, *, connect_s: float = 1.0, key: OwnKey = NO_OWN_KEY) -> None:
-        """Connect to nothing yet; `connect_s` limits one attempt, and all calls show `key`, if there is one."""
+    def __init__(
+        self,
+        address: str,
+        *,
+        connect_s: float = 1.0,
+        key: OwnKey = NO_OWN_KEY,
+        certificates: Certificates | None = None,
+    ) -> None:
+        """Connect to nothing yet; `connect_s` limits one attempt, and all calls show `key`, if there is one.
+
+        By default this process's certificates are used.
+        """
         self.address = address
         self.key = key
+        self._certificates = certificates or own_certificates()
+        self._tls = self._certificates.rpc_context
+        self.scheme = "http" if self._tls is None else "https"
         self._connect_s = connect_s
         self._connection: Http2Connection | None = None
         self._connecting: asyncio.Task[None] | None = None
@@ -149,7 +165,9 @@ class GrpcChannel:
             self._connecting.cancel()
             await asyncio.wait([self._connecting])
         if self._connection is not None:
-            self._connection.abort("the channel is closed")
+            connection = self._connection
+            connection.abort("the channel is closed")
+            await connection.closed(CLOSE_S)
 
     # Calls that a task waits for.
 
@@ -178,7 +196,9 @@ class GrpcChannel:
         finally:
             call.cancel()
 
-    async def unary(self, path: str, request: bytes, *, timeout_s: float, metadata: Metadata = ()) -> bytes:
+    async def unary(
+        self, path: str, request: bytes, *, timeout_s: float | None = None, metadata: Metadata = ()
+    ) -> bytes:
         """Send a serialised request, and return the serialised reply."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         replies: list[bytes] = []
@@ -211,8 +231,7 @@ class GrpcChannel:
                 try:
                     await self._attempt()
                 except Exception as error:  # noqa: BLE001 - of any address: the calls that wait have to end
-                    reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-                    self._failure = f"{self.address} cannot be reached: {reason}"
+                    self._failure = f"{self.address} cannot be reached: {reason_in(error)}"
                 else:
                     return
                 waiting, self._waiting = self._waiting, []
@@ -239,8 +258,11 @@ class GrpcChannel:
         host, _, port = self.address.rpartition(":")
         try:
             async with asyncio.timeout(self._connect_s):
-                await loop.create_connection(lambda: connection, host.strip("[]"), int(port))
-                await ready
+                await loop.create_connection(lambda: connection, host.strip("[]"), int(port), ssl=self._tls)
+                try:
+                    await ready
+                except LostError as error:  # gRPC's servers close without an alert
+                    raise LostError(self._certificates.lost_after_handshake(str(error))) from None
             if not connection.is_open:
                 raise LostError("the server closes its connections")
         except TimeoutError:
@@ -332,6 +354,13 @@ class GrpcCall:
         else:
             self._send(data, last)
 
+    def end_requests(self) -> None:
+        """Say that no further message follows."""
+        if self._stream is not None:
+            self._send(b"", last=True)
+        elif self._on_end is not None:
+            self._unsent.append((b"", True))
+
     def cancel(self) -> None:
         """End the call, if it has not ended, without a call of `on_end`."""
         if self._on_end is not None:
@@ -344,7 +373,7 @@ class GrpcCall:
         """Send what was to be sent."""
         if self._on_end is None:
             return
-        headers = header_block(self._path, self._channel.address)
+        headers = header_block(self._path, self._channel.address, self._channel.scheme)
         if self._timeout_s is not None:
             headers += _timeout_header(self._timeout_s)
         if self._request_metadata:
@@ -478,11 +507,11 @@ class GrpcCall:
 
 
 @lru_cache(maxsize=4096)
-def header_block(path: str, authority: str) -> bytes:
+def header_block(path: str, authority: str, scheme: str = "http") -> bytes:
     """Return the compressed headers that all calls of a method have; none of them enters the server's table."""
     return _compressed(
         (":method", "POST"),
-        (":scheme", "http"),
+        (":scheme", scheme),
         (":path", path),
         (":authority", authority),
         ("te", "trailers"),

@@ -15,6 +15,8 @@ from typing import Protocol, cast
 
 from hpack import Decoder, HPACKError
 
+from services.security.handshakes import reason_in
+
 Headers = list[tuple[bytes, bytes]]
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -104,6 +106,8 @@ class Http2Connection(asyncio.Protocol):
         self._on_ready = on_ready
         self._on_end = on_end
         self._transport: asyncio.Transport | None = None
+        self._closing: asyncio.Transport | None = None  # after our end of the connection
+        self._has_closed = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._decoder = Decoder()
         self._streams: dict[int, Http2Stream] = {}
@@ -142,7 +146,8 @@ class Http2Connection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         """End all streams."""
-        self._lose(LostError(f"connection lost: {error}" if error else "connection closed by the server"))
+        self._has_closed.set()
+        self._lose(LostError(f"connection lost: {reason_in(error)}" if error else "connection closed by the server"))
 
     def pause_writing(self) -> None:
         """Count what is written to a server that does not read."""
@@ -230,6 +235,16 @@ class Http2Connection(asyncio.Protocol):
     def abort(self, reason: str) -> None:
         """Close the connection now; streams end with LostError."""
         self._fail(LostError(reason))
+
+    async def closed(self, within_s: float) -> None:
+        """Wait until the transport of an aborted connection is closed: with TLS, until the server has replied."""
+        if self._closing is None:
+            return
+        try:
+            async with asyncio.timeout(within_s):
+                await self._has_closed.wait()
+        except TimeoutError:
+            self._closing.abort()
 
     def _send_waiting(self, stream: Http2Stream) -> None:
         assert self._transport is not None
@@ -422,6 +437,7 @@ class Http2Connection(asyncio.Protocol):
             code = NO_ERROR if isinstance(error, LostError) else error.code
             transport.write(_frame(GOAWAY, 0, 0, NUMBER.pack(0) + NUMBER.pack(code)))
             self._lose(LostError(str(error)))
+            self._closing = transport
             transport.close() if not self._is_paused else transport.abort()
 
     def _lose(self, error: LostError) -> None:

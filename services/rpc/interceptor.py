@@ -13,9 +13,12 @@ import grpc
 from google.protobuf.message import DecodeError
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from services.rpc.errors import BusyError, message_of, metadata_of, status_of
-from services.security.access import AccessControl, Caller, grpc_credentials
+from services.rpc.errors import BusyError, NotAllowedError, message_of, metadata_of, status_of
+from services.security.access import AccessControl, Caller, certificate_names, grpc_credentials
 from services.security.audit import FAILED, OK
+from services.security.certificates import Certificates
+from services.security.handshakes import SERVER, HandshakeFailure
+from services.security.peer_names import is_allowed, not_allowed
 from services.security.roles import OBJECT_FIELDS, Permission, permission_of_method
 
 log = logging.getLogger(__name__)
@@ -36,16 +39,23 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     intercepting, instead of wrapping each handler when it is registered, is 2 %.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what calls are checked and counted by
         self,
         max_concurrency: int,
         registry: CollectorRegistry,
         services: Collection[str],
         endless: Collection[str] = (),
+        *,
         access: AccessControl | None = None,
+        certificates: Certificates | None = None,
     ) -> None:
-        """Watch `services` (health and reflection stay unlimited); draining does not wait for `endless` methods."""
+        """Watch `services` (health and reflection stay unlimited); draining does not wait for `endless` methods.
+
+        Of clients that present a certificate, `certificates` says which names are allowed.
+        """
         self._access = access or AccessControl()
+        verifies = certificates is not None and certificates.tls.verifies_clients and certificates.tls.tls_peers
+        self._certificates = certificates if verifies else None
         self._max_concurrency = max_concurrency
         self._services = frozenset(services)
         self._endless = frozenset(endless)
@@ -130,6 +140,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             self._enter(is_finite=is_finite)
             try:
                 self._refuse_beyond_limits(context)
+                if self._certificates is not None:
+                    _require_allowed(context, self._certificates)
                 if checks and (permission.event or not access.is_open):
                     caller = access.admit(permission, grpc_credentials(context), subject)
                     if is_stream:  # whose end may be far away
@@ -178,6 +190,16 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             self.num_finite -= 1
             if self.num_finite == 0:
                 self._none_left.set()
+
+
+def _require_allowed(context: Context, certificates: Certificates) -> None:
+    """Refuse the call of a client whose certificate has none of the allowed names."""
+    patterns = certificates.tls.tls_peers
+    names = certificate_names(context.auth_context())
+    if not is_allowed(names, patterns):
+        reason = not_allowed("client", names, patterns)
+        certificates.handshakes.failed(SERVER, HandshakeFailure(reason="not_allowed", text=reason))
+        raise NotAllowedError(reason)
 
 
 def _object(method: str, raw: bytes, parse: Callable[[bytes], Any]) -> str:

@@ -21,6 +21,8 @@ from services.rpc.interceptor import CallInterceptor, Handler
 from services.rpc.settings import ServerSettings
 from services.security.access import AccessControl
 from services.security.access_settings import access_controlled
+from services.security.certificates import certificates_of
+from services.security.metrics import register_tls_metrics
 
 if TYPE_CHECKING:
     from services.http.operator_port import OperatorPort, Routes
@@ -41,6 +43,7 @@ class RunningServer:
 
     port: int
     metrics_port: int | None
+    health_port: int | None = None
 
 
 def no_problem() -> str:
@@ -75,7 +78,10 @@ async def serving(  # noqa: PLR0913 - what any of our servers may need
             yield running
         return
     names = service_names(services)
-    interceptor = CallInterceptor(settings.max_concurrency, registry, names, endless, access)
+    certificates = certificates_of(settings.tls)
+    interceptor = CallInterceptor(
+        settings.max_concurrency, registry, names, endless, access=access, certificates=certificates
+    )
     server = make_server(
         max_message_bytes=settings.max_message_mib * MEBIBYTE,
         interceptors=(interceptor,),
@@ -87,16 +93,38 @@ async def serving(  # noqa: PLR0913 - what any of our servers may need
     health_pb2_grpc.add_HealthServicer_to_server(state, server)
     reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
     async with metrics_served(settings, registry, pages, access) as metrics_port:
-        port = bind_server(server, settings.host, settings.port)
+        port = bind_server(server, settings.host, settings.port, certificates.grpc_server_credentials())
         await server.start()
+        probes = await start_health_port(settings, state) if settings.health_port is not None else None
         await _report_readiness(state, names, problem)
         following = asyncio.create_task(_follow_readiness(state, names, problem)) if problem is not no_problem else None
         try:
-            yield RunningServer(port=port, metrics_port=metrics_port)
+            health_port = None if probes is None else probes.port
+            yield RunningServer(port=port, metrics_port=metrics_port, health_port=health_port)
         finally:
             if following is not None:
                 following.cancel()
             await drain(server, state, interceptor, settings.drain_s)
+            if probes is not None:
+                await probes.server.stop(None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HealthPort:
+    """A server of grpc.health.v1 alone, without TLS, as probes of Kubernetes have none."""
+
+    server: grpc.aio.Server
+    port: int
+
+
+async def start_health_port(settings: ServerSettings, state: health_pb2_grpc.HealthServicer) -> HealthPort:
+    """Serve the health of a server on `health_port`."""
+    assert settings.health_port is not None
+    server = make_server(max_message_bytes=MEBIBYTE)
+    health_pb2_grpc.add_HealthServicer_to_server(state, server)
+    port = bind_server(server, settings.host, settings.health_port, field="health_port")
+    await server.start()
+    return HealthPort(server=server, port=port)
 
 
 async def _follow_readiness(state: health.aio.HealthServicer, names: Sequence[str], problem: Callable[[], str]) -> None:
@@ -177,6 +205,7 @@ async def serve_until_signalled(  # noqa: PLR0913 - what any of our servers may 
 ) -> None:
     """Serve until SIGTERM or SIGINT, then drain."""
     stop = stop_signal()
+    register_tls_metrics(registry, certificates_of(settings.tls))
     async with serving(settings, services, registry, endless=endless, problem=problem, pages=pages) as running:
         fields = {} if running.metrics_port is None else {"metrics_port": running.metrics_port}
         freeze_imported_objects()
@@ -208,5 +237,6 @@ async def metrics_served(
     app = OperatorPort(registry, access)
     if pages is not None:
         app.routes = {**app.routes, **pages(app)}
-    async with operator_port_served(app, settings.host, settings.metrics_port) as port:
+    tls = certificates_of(settings.tls).server_context
+    async with operator_port_served(app, settings.host, settings.metrics_port, tls=tls) as port:
         yield port

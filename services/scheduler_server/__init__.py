@@ -14,9 +14,10 @@ import uvloop
 from prometheus_client import CollectorRegistry, ProcessCollector
 
 from protos.block.v1 import scheduler_pb2_grpc
-from services.http.client import HttpClient
+from services.http.engine_client import engine_client
 from services.instances import InstanceSource
 from services.live_page.pages import live_page_routes
+from services.placement.instance_pages import instance_routes
 from services.placement.lifecycle import placement_driver
 from services.placement.service import ENDLESS, SchedulerService
 from services.placement.settings import SchedulerSettings
@@ -25,6 +26,7 @@ from services.rpc.settings import ServerSettings
 from services.tracing.otlp import TracingSettings, traced
 
 if TYPE_CHECKING:
+    from services.http.operator_port import OperatorPort, Routes
     from services.tracing.spans import RequestTracer
 
 __all__ = ["SchedulerService", "SchedulerSettings", "scheduling", "serve"]
@@ -59,9 +61,12 @@ async def _serve(
         scheduling(settings, source, registry, poll_s, tracer) as service,
     ):
         register = partial(scheduler_pb2_grpc.add_SchedulerServicer_to_server, service)
-        pages = partial(live_page_routes, service.driver.tail)
+
+        def pages(app: OperatorPort) -> Routes:
+            return {**live_page_routes(service.driver.tail, app), **instance_routes(service.driver, app)}
+
         await serve_until_signalled(
-            NAME, server, [register], registry, endless=ENDLESS, problem=source.problem, pages=pages
+            NAME, server, [register], registry, endless=ENDLESS, problem=service.driver.registered.problem, pages=pages
         )
 
 
@@ -75,7 +80,7 @@ async def scheduling(
 ) -> AsyncIterator[SchedulerService]:
     """Make the service over the instances of a source; it ends with the context."""
     async with placement_driver(settings, source, registry, poll_s) as driver:
-        client = HttpClient()
+        client = engine_client()
         try:
             yield SchedulerService(driver, client, registry, tracer)
         finally:

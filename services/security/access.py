@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -194,12 +194,10 @@ def http_credentials(scope: Mapping[str, Any]) -> Credentials:
     """Read what the caller of an HTTP request shows, from its ASGI scope."""
     headers = dict(scope["headers"])
     host, port = scope.get("client") or ("", 0)
-    tls = (scope.get("extensions") or {}).get("tls") or {}
     return Credentials(
         key=key_in(headers),
         peer=f"{host}:{port}" if host else "unix",
         is_local=(not host or is_loopback(host)) and not is_from_other_site(headers),
-        certificate_names=tuple(tls.get("client_cert_names") or ()),
     )
 
 
@@ -218,7 +216,7 @@ def grpc_credentials(context: Any) -> Credentials:
     )
 
 
-def certificate_names(authentication: Mapping[str, Sequence[bytes]]) -> tuple[str, ...]:
+def certificate_names(authentication: Mapping[str, Iterable[bytes]]) -> tuple[str, ...]:
     """Return the names of a client certificate that gRPC has verified, the alternative ones first."""
     if b"ssl" not in authentication.get("transport_security_type", ()):
         return ()

@@ -68,6 +68,7 @@ METHODS: Mapping[str, Permission] = MappingProxyType(
         f"{SCHEDULER}/Generate": FOR_PARTS,
         f"{SCHEDULER}/Release": FOR_PARTS,
         f"{SCHEDULER}/ListInstances": FOR_PARTS,
+        f"{SCHEDULER}/WatchDrains": FOR_PARTS,
         f"{SCHEDULER}/Explain": reads_for_pages("explain"),
         f"{SCHEDULER}/Tail": reads_for_pages("tail"),
         f"{SCHEDULER}/UsePolicy": changes("use_policy"),

@@ -94,6 +94,18 @@ MATRIX: dict[str, Values] = {
                         "flags": {"rule": "headroom", "shrink": False}},
         "tagger": {**PART, "flags": {"log-level": "warning"}},
     },
+    "gateway, tls": {
+        "mode": "gateway", "engines": [ENGINE], "tls": {"enabled": True, "secretName": "block-tls", "engines": True},
+        "scheduler": {"enabled": True}, "gateway": {"apiKeySecret": "keys"},
+        "router": {"monitoring": {"prometheus": {"enabled": True}}},
+        "provisioner": {"enabled": True, "target": "deployment/chat-block-engine-chat"},
+    },
+    "gateway, tls without keys": {"mode": "gateway", "tls": {"enabled": True, "secretName": "block-tls"}},
+    "gateway-api, tls": {
+        "engines": [{**ENGINE, "state": "mirror"}],
+        "tls": {"enabled": True, "secretName": "block-tls", "peers": ["*.llm.svc"], "serverName": "block.llm.svc"},
+        "router": {"epp": {"certSecret": "cert"}, "monitoring": {"prometheus": {"enabled": True}}},
+    },
     "gateway, little": {
         "mode": "gateway", "tagger": {"enabled": False}, "networkPolicy": {"enabled": False},
         "podDisruptionBudget": {"enabled": False}, "serviceAccount": {"create": False, "name": "given"},

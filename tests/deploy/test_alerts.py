@@ -85,6 +85,16 @@ def errors(bound: float, bias: float, rate: float = 60) -> dict[str, str]:
     }
 
 
+def expiry(days: float) -> dict[str, str]:
+    """A certificate that expires so many days after the beginning of the series."""
+    return {'block_tls_certificate_not_after_timestamp_seconds{use="cert"}': steady(days * 86400)}
+
+
+def handshakes(reason: str, increase: float) -> dict[str, str]:
+    """A counter of failed handshakes."""
+    return {f'block_tls_handshake_failures_total{{side="server",reason="{reason}"}}': per_minute(increase)}
+
+
 def legs(result: str, increase: float) -> dict[str, str]:
     """A counter of prefill legs."""
     return {f'block_gateway_prefill_legs_total{{result="{result}"}}': per_minute(increase)}
@@ -177,6 +187,12 @@ CASES = {
         {'block_provisioner_leads{instance="a"}': steady(0), 'block_provisioner_leads{instance="b"}': steady(1)},
         5,
     ),
+    "BlockCertificateExpiresSoon": Case(expiry(13), expiry(20), 90),
+    "BlockCertificateExpires": Case(expiry(1.9), expiry(2.5), 10),
+    "BlockCertificateNotReloaded": Case(
+        {"block_tls_reload_failures_total": per_minute(1)}, {"block_tls_reload_failures_total": steady(3)}, 30
+    ),
+    "BlockTlsHandshakesFail": Case(handshakes("expired", 30), handshakes("plain_text", 30), 20),
     "BlockPrefillLegsFail": Case(legs("held", 60) | legs("no_blocks", 20), legs("held", 60) | legs("skipped", 20), 15),
 }
 # A few forecasts say nothing: neither alert fires.

@@ -16,6 +16,8 @@ import yaml
 
 from scripts.envoy import ENVOY
 from services.cli import block
+from services.security.certificates import use_tls
+from services.security.settings import NO_TLS
 from tests.deploy.helm_chart import (
     CHART,
     HELM,
@@ -35,6 +37,7 @@ from tests.deploy.helm_chart import (
 from tests.services.kubernetes.api_server import PODS, POOLS, Cluster, allowed_by, api_server, pod, pool
 from tests.services.kubernetes.custom_schemas import CUSTOM_KINDS, validate
 from tests.services.kubernetes.test_discovery import following
+from tests.services.security.authorities import Authority
 from tests.services.waiting import run
 
 pytestmark = pytest.mark.helm
@@ -90,11 +93,15 @@ def accepted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
     def run_command(words: list[str]) -> str:
         words = [word.replace("/etc/block/profiles/mine.json", str(profile)) for word in words]
-        words = [word.replace("/etc/block/certificate", str(tmp_path)) for word in words]
+        for folder in ("/etc/block/certificate", "/etc/block/tls"):
+            words = [word.replace(folder, str(tmp_path)) for word in words]
         block.main(args=words, standalone_mode=False)
         return served.pop()
 
-    return run_command
+    certificates = Authority(folder=tmp_path)
+    certificates.issue("tls")
+    yield run_command
+    use_tls(NO_TLS)
 
 
 @pytest.mark.parametrize("name", MATRIX)
@@ -430,6 +437,17 @@ def test_envoy_accepts_its_configuration(tmp_path: Path) -> None:
         (merged(LABELS, {"provisioner": {"enabled": True, "target": "pod/x"}}), "target"),
         (merged(LABELS, {"mode": "standalone", "router": {"inferenceObjectives": [{"name": "a"}]}}), "need mode gateway-api"),
         (merged(LABELS, {"engines": [{"name": "a"}]}), "model"),
+        (merged(LABELS, {"tls": {"enabled": True}}), "tls.secretName: is missing"),
+        (merged(LABELS, {"mode": "gateway", "tls": {"engines": True}}), "tls.engines: needs tls.enabled"),
+        (
+            merged(LABELS, {"tls": {"enabled": True, "secretName": "a", "engines": True}}),
+            "tls.engines: needs mode gateway",
+        ),
+        (
+            merged(LABELS, {"mode": "gateway", "tls": {"enabled": True, "secretName": "a", "engines": True}},
+                   {"engines": [{"name": "a", "model": "m", "profile": "p", "state": "mirror"}]}),
+            "tls.engines: is not for engine a",
+        ),
         (merged(LABELS, {"preStopSeconds": 0}), "preStopSeconds"),  # Kubernetes 1.30 refuses such a pod
         (
             merged(LABELS, TWO_PORTS,

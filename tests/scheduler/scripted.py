@@ -20,12 +20,13 @@ from scheduler.candidates import RequestIndicators
 from scheduler.circuit import CircuitState
 from scheduler.core import DecisionRules, SchedulerCore
 from scheduler.decision import Decision
-from scheduler.disaggregation import SERVE_WHOLE, DisaggregatedDecision, PrefillDecision
+from scheduler.disaggregation import SERVE_WHOLE, DisaggregatedDecision
 from scheduler.explanation import why
 from scheduler.instances import InstanceDirectory, InstanceStatus
 from scheduler.intentions import Answer, Ask, AskLegs, Intention, Placed, Release, Reserve, Shed, Wait
 from scheduler.objectives import NO_OBJECTIVE, Objective
 from scheduler.placement import PlacementRequest
+from scheduler.prefill_leg import PrefillDecision
 
 EPOCH = 7
 TTFT_S = 0.1
@@ -281,6 +282,11 @@ def _details(intention: Intention) -> tuple[Any, ...]:
     return ()
 
 
+def held_s_of(decision: Decision) -> float:
+    """How long a decision waited in the admission queue, as far as it has tried again since."""
+    return 0.0 if decision.admission is None else decision.admission.held_s
+
+
 def rounded(value: float | None) -> float:
     """A number that may be unknown, but for rounding."""
     return -1.0 if value is None else round(value, 6)
@@ -322,7 +328,7 @@ def explained(decision: Decision) -> tuple[Any, ...]:
                 one.num_unseen,
                 round(one.age_s, 4),
             )
-            for one in decision.candidates()
+            for one in decision.explanation.candidates()
         ),
     )
 

@@ -13,6 +13,7 @@ import pytest
 from scheduler.admission.queue import RETRY_S
 from scheduler.candidate import CandidateStatus
 from scheduler.candidates import RequestIndicators
+from scheduler.comparison import Comparison
 from scheduler.core import MAX_POLICIES, DecisionRules, SchedulerCore
 from scheduler.decision import Decision
 from scheduler.explanation import why
@@ -97,7 +98,7 @@ def replies(ask: Ask, answers: Mapping[str, float | CandidateStatus | Answer]) -
 
 def ranked(core: SchedulerCore, answers: Mapping[str, float | CandidateStatus | Answer]) -> str:
     """The ranking of a decision as one word."""
-    return "".join(answered(core, answers)[0].ranking())
+    return "".join(answered(core, answers)[0].explanation.ranking())
 
 
 def placed_at(intention: Intention) -> str:
@@ -120,8 +121,8 @@ def test_the_lowest_score_wins_and_is_reserved_on_the_condition_that_nothing_cha
     core = core_over("abc")
     decision, intention = answered(core, {"b": 2.0, "c": answer(1.0, version=4), "a": 2.0})
     assert intention == Reserve("c", 2, 4, EPOCH, forecast_of(1.0))
-    assert decision.ranking() == ["c", "a", "b"]
-    assert [one.score for one in decision.candidates()] == [2.0, 2.0, 1.0]
+    assert decision.explanation.ranking() == ["c", "a", "b"]
+    assert [one.score for one in decision.explanation.candidates()] == [2.0, 2.0, 1.0]
     assert decision.reserved(10.0, 101.0).decision is decision
     placement = decision.placement
     assert (placement.instance_id, placement.basis, placement.reserved_for_s) == ("c", DecisionBasis.FORECAST, 10.0)
@@ -135,7 +136,7 @@ def test_reservations_made_since_a_forecast_count() -> None:
     for name, num in (("a", 2), ("b", 1)):
         core.instances.by_id[name].versions.report(num, EPOCH)
     decision, intention = answered(core, {"a": 2.0, "b": 2.0, "c": 2.15})
-    assert decision.ranking() == ["b", "c", "a"]
+    assert decision.explanation.ranking() == ["b", "c", "a"]
     assert isinstance(intention, Reserve)
     assert (intention.instance_id, intention.if_version) == ("b", 1)
     assert intention.forecast is not None
@@ -163,8 +164,8 @@ def test_a_missing_answer_is_a_late_one() -> None:
     """The driver leaves out what did not answer by its deadline."""
     decision, intention = answered(core_over("ab"), {"b": 9.0})
     assert reserve_at(intention) == "b"
-    assert [(one.instance_id, one.status) for one in decision.skipped()] == [("a", LATE)]
-    assert decision.num_skipped == 1
+    assert [(one.instance_id, one.status) for one in decision.explanation.skipped()] == [("a", LATE)]
+    assert len(decision.explanation.skipped()) == 1
 
 
 def test_where_it_would_never_finish_comes_after_every_fallback() -> None:
@@ -196,7 +197,7 @@ def test_an_engine_that_failed_recently_comes_last_whatever_its_forecast() -> No
     assert (intention.candidates.instance_ids, intention.others) == (("b",), ["a"])
     assert intention.instance_ids == ("b", "a")
     decision.answers({"a": answer(1.0), "b": answer(9.0)}, 0.0)
-    assert decision.ranking() == ["b", "a"]
+    assert decision.explanation.ranking() == ["b", "a"]
     decision, intention = answered(core, {"a": answer(1.0, version=3), "b": REFUSED})
     assert intention == Reserve("a", 0, 3, EPOCH, None)
     decision.reserved(10.0, 101.0)
@@ -232,13 +233,13 @@ def test_left_out_instances_are_neither_asked_nor_ranked_while_others_can_serve(
     core = core_over({"a": 9.0, "b": 1.0, "c": 5.0}, "block: k = 1, shortlist = 'jsq'")
     decision, intention = answered(core, {"b": 3.0})
     assert reserve_at(intention) == "b"
-    assert decision.ranking() == ["b"]
-    assert [(one.instance_id, one.status.value, one.note) for one in decision.candidates()] == [
+    assert decision.explanation.ranking() == ["b"]
+    assert [(one.instance_id, one.status.value, one.note) for one in decision.explanation.candidates()] == [
         ("a", "not_shortlisted", "is not on the shortlist"),
         ("b", "forecast", ""),
         ("c", "not_shortlisted", "is not on the shortlist"),
     ]
-    assert decision.num_skipped == 0
+    assert len(decision.explanation.skipped()) == 0
 
 
 def test_left_out_instances_are_tried_before_those_that_failed() -> None:
@@ -246,7 +247,7 @@ def test_left_out_instances_are_tried_before_those_that_failed() -> None:
     core = core_over({"a": 9.0, "b": 1.0, "c": 0.0}, "block: k = 1, shortlist = 'jsq'")
     decision, intention = answered(core, {"c": LATE})
     assert intention == Reserve("b", 1, None, None, None)
-    assert decision.ranking() == ["b", "a", "c"]
+    assert decision.explanation.ranking() == ["b", "a", "c"]
     decision.reserved(10.0, 101.0)
     assert (decision.placement.basis, decision.placement.forecast) == (DecisionBasis.LAST_RESORT, None)
     assert why(decision.placement, 3) == "no instance could be compared: is not on the shortlist; without c: is late"
@@ -270,7 +271,7 @@ def test_what_was_ranked_once_is_not_ranked_again() -> None:
     assert reserve_at(intention) == "a"
     assert intention == Reserve("a", 0, None, None, None)
     assert reserve_at(decision.reservation_failed(DOWN, "gone", 0.0)) == "b"
-    assert decision.ranking() == ["b", "c", "a"]
+    assert decision.explanation.ranking() == ["b", "c", "a"]
     decision.reserved(10.0, 101.0)
     assert decision.placement.basis is DecisionBasis.BLIND
     assert why(decision.placement, 3) == "round_robin over 2; without a: when reserving: gone"
@@ -297,8 +298,8 @@ def test_the_explanation_keeps_what_was_seen_whatever_is_reported_later() -> Non
     assert reserve_at(intention) == "f"
     report(core, "f", 13.0, num_running=99.0, num_total_blocks=7.0)
     report(core, "a", 13.0, num_running=5.0, num_total_blocks=-1.0)
-    assert decision.ranking() == list("fedcba")
-    seen = {one.instance_id: one for one in decision.candidates()}
+    assert decision.explanation.ranking() == list("fedcba")
+    seen = {one.instance_id: one for one in decision.explanation.candidates()}
     assert list(seen) == list("abcdef")
     assert (seen["f"].score, seen["f"].read["num_running"], seen["f"].age_s) == (5.0, 5.0, 2.0)
     assert seen["f"].indicators["num_running"] == 5.0
@@ -319,12 +320,12 @@ def test_a_failed_reservation_falls_back_by_the_order_of_the_decision() -> None:
 def test_candidates_of_which_nothing_is_known_have_no_age() -> None:
     """Their score is unknown; a policy that reads nothing has asked none."""
     decision, _ = started(core_over("ab", "jsq"), 5.0)
-    first = decision.candidates()[0]
+    first = decision.explanation.candidates()[0]
     assert first.score is not None
     assert math.isnan(first.score)
     assert (first.status, first.age_s) == (CandidateStatus.INDICATORS, 0.0)
     decision, _ = started(core_over("ab", "round_robin"), 5.0)
-    first = decision.candidates()[0]
+    first = decision.explanation.candidates()[0]
     assert (first.status, first.age_s, first.read) == (CandidateStatus.NOT_QUERIED, 0.0, {})
 
 
@@ -335,7 +336,7 @@ def test_instances_that_were_not_compared_are_explained_with_the_age_at_the_deci
         report(core, name, 90.0, num_running=float(ord(name)))
     core.instances.by_id["c"].age_s = 0.5
     decision, _ = answered(core, {"a": 1.0, "b": LATE}, now_s=100.0)
-    ages = {one.instance_id: one.age_s for one in decision.candidates()}
+    ages = {one.instance_id: one.age_s for one in decision.explanation.candidates()}
     assert (ages["b"], ages["c"]) == (10.0, 10.5)
 
 
@@ -384,7 +385,7 @@ def test_a_conflict_without_a_usable_forecast_is_a_failure_of_the_instance() -> 
     """The next best one is tried."""
     decision, _ = answered(core_over("ab"), {"a": 1.0, "b": 2.0})
     assert reserve_at(decision.conflict(Answer(REFUSED, note="prompt_tokens: too many"), 0.0)) == "b"
-    (skipped,) = decision.skipped()
+    (skipped,) = decision.explanation.skipped()
     assert (skipped.status, skipped.note, skipped.score) == (REFUSED, "when reserving: prompt_tokens: too many", 1.0)
 
 
@@ -458,7 +459,7 @@ def test_an_instance_that_cannot_serve_is_not_ranked(status: CandidateStatus) ->
     """Not even where there is no other."""
     decision, intention = answered(core_over("a"), {"a": status})
     assert isinstance(intention, Shed)
-    assert decision.ranking() == []
+    assert decision.explanation.ranking() == []
 
 
 def test_excluded_instances_are_not_asked() -> None:
@@ -520,7 +521,7 @@ def test_where_none_is_healthy_the_fallback_needs_no_policy(name: str) -> None:
         instances["a"].is_draining = True
         core.instances.suspect("a")
         decision, intention = answered(core, statuses)
-        assert "".join(decision.ranking()) == "dcba"
+        assert "".join(decision.explanation.ranking()) == "dcba"
         # one that the policy left out before any was asked may be able to reserve
         assert (intention.instance_id if isinstance(intention, Reserve) else placed_at(intention)) == "d"
     else:
@@ -530,9 +531,9 @@ def test_where_none_is_healthy_the_fallback_needs_no_policy(name: str) -> None:
         for instance in "abcde":
             core.instances.suspect(instance)
         decision, intention = started(core)
-        assert "".join(decision.ranking()) == "bdca"
+        assert "".join(decision.explanation.ranking()) == "bdca"
         assert placed_at(intention) == "b"
-    assert all(one.score is None for one in decision.candidates())
+    assert all(one.score is None for one in decision.explanation.candidates())
     assert isinstance(started(core_over("", name))[1], Shed)
 
 
@@ -774,7 +775,7 @@ def test_prompts_are_remembered_where_they_are_sent() -> None:
     decision.reserved(10.0, 101.0)
     decision, intention = begin()
     assert reserve_at(intention) == "b"
-    assert decision.candidates()[1].read["p_tokens"] == 8.0
+    assert decision.explanation.candidates()[1].read["p_tokens"] == 8.0
 
 
 def test_policies_keep_their_state_and_are_bounded_in_number() -> None:
@@ -802,29 +803,28 @@ def test_the_best_is_the_first_of_the_full_order(text: str) -> None:
         policy = policy_from(text, seed=1)
         if not policy.needs_forecast:
             del candidates.columns["predicted_e2e_s"]
-        core = SchedulerCore(policy, InstanceDirectory(InstanceTable(candidates.instance_ids)), random=lambda: 0.5)
-        decision = core.decision(PlacementRequest())
-        decision._compared = candidates
-        decision._score()
-        fast = decision._best()
-        order = decision._ordered(candidates, decision._scores)
+        comparison = Comparison(policy, InstanceDirectory(InstanceTable(candidates.instance_ids)))
+        comparison.compared = candidates
+        comparison.score()
+        fast = comparison.best()
+        order = comparison.ordered(candidates, comparison.scores)
         assert fast == order[0]
-        assert fast == plainly_best(decision)
-        num_infinite += decision._never_finishes(fast)
+        assert fast == plainly_best(comparison)
+        num_infinite += comparison.never_finishes(fast)
     assert num_infinite < 75
 
 
-def plainly_best(decision: Decision) -> int:
+def plainly_best(comparison: Comparison) -> int:
     """Sort all positions by all that counts, in plain Python."""
-    compared, policy = decision._compared, decision.policy
+    compared, policy = comparison.compared, comparison.policy
     assert compared is not None
-    assert decision._scores is not None
+    assert comparison.scores is not None
     e2e_s = compared["predicted_e2e_s"] if policy.needs_forecast else np.zeros(len(compared))
     tie_break = np.zeros(len(compared)) if policy._tie_break is None else policy._tie_break(compared)
-    admits = np.ones(len(compared), bool) if decision._admits is None else decision._admits
+    admits = np.ones(len(compared), bool) if comparison.admits is None else comparison.admits
 
     def key(position: int) -> tuple[Any, ...]:
-        score, tie = float(decision._scores[position]), float(tie_break[position])
+        score, tie = float(comparison.scores[position]), float(tie_break[position])
         unknown = (
             math.isnan(score),
             0.0 if math.isnan(score) else score,

@@ -160,7 +160,7 @@ def test_a_placement_with_two_legs_names_both_forecasts_and_why() -> None:
         "block over 4, 2 of them forecast: e2e 2.503 s, ttft 0.100 s; next e: e2e 2.503 s; "
         "pair_by_forecast: prefill on p, ends in 0.500 s"
     )
-    named = {one.instance_id: one.predicted.e2e_s for one in placement.decision.candidates()}
+    named = {one.instance_id: one.predicted.e2e_s for one in placement.decision.explanation.candidates()}
     assert named == {"d": pytest.approx(2.503), "e": pytest.approx(2.503), "p": 0.5, "q": 0.5}
 
 

@@ -11,9 +11,10 @@ from hypothesis import given
 
 from predictor.request import BEST_EFFORT, REAL_TIME, Slo
 from scheduler.admission.queue import RETRY_S, lane_of
+from scheduler.admission.wait import MAX_PATIENT_S
 from scheduler.candidates import RequestIndicators
 from scheduler.core import SchedulerCore
-from scheduler.decision import MAX_PATIENT_S, Decision
+from scheduler.decision import Decision
 from scheduler.instances import CLASS_LIMIT, LATE, QUEUE_FULL, TENANT_LIMIT, TIMEOUT, OverloadedError
 from scheduler.intentions import Answer, Ask, Intention, Placed, Reserve, Shed, Wait
 from scheduler.objectives import DEMOTE, SERVE_LATE, SHED, Objective
@@ -146,7 +147,7 @@ def test_a_request_that_waits_for_what_cannot_happen_gives_up_its_deadlines() ->
     assert isinstance(told(decision, ask, queue_s=0.95), Wait)
     queue = core.queue("")
     assert queue is not None
-    assert queue.lane_of(decision.number) == lane_of(math.inf, patient=True)
+    assert queue.lane_of(decision.admission.number) == lane_of(math.inf, patient=True)
 
 
 def test_a_late_request_waits_for_those_that_can_be_in_time() -> None:
@@ -284,8 +285,8 @@ def test_a_late_request_waits_where_it_would_harm_others_everywhere() -> None:
     assert isinstance(wait, Wait)
     queue = core.queue("")
     assert queue is not None
-    assert queue.lane_of(decision.number) == lane_of(math.inf, patient=True)
-    assert queue.deadline_s(decision.number) == NOW_S + 5.0
+    assert queue.lane_of(decision.admission.number) == lane_of(math.inf, patient=True)
+    assert queue.deadline_s(decision.admission.number) == NOW_S + 5.0
     strict, ask = place(core)
     assert isinstance(ask, Ask), "requests that can still be in time do not wait behind it"
     assert admit(strict, told(strict, ask, attained="a")) == "a"
@@ -301,7 +302,7 @@ def test_nobody_waits_without_end() -> None:
     told(decision, ask, harmful="ab")
     queue = core.queue("")
     assert queue is not None
-    assert queue.deadline_s(decision.number) == NOW_S + MAX_PATIENT_S
+    assert queue.deadline_s(decision.admission.number) == NOW_S + MAX_PATIENT_S
 
 
 def test_a_demoted_request_is_best_effort_without_deadlines() -> None:
@@ -314,7 +315,7 @@ def test_a_demoted_request_is_best_effort_without_deadlines() -> None:
     assert (decision.request.indicators.due_s, decision.request.indicators.tpot_slo_s) == (math.inf, math.inf)
     queue = core.queue("")
     assert queue is not None
-    assert (queue.lane_of(decision.number), queue.num_best_effort) == (lane_of(math.inf, patient=True), 1)
+    assert (queue.lane_of(decision.admission.number), queue.num_best_effort) == (lane_of(math.inf, patient=True), 1)
     ask = decision.tick(NOW_S + 1.0)
     assert admit(decision, told(decision, ask, NOW_S + 1.0, harmful="a")) == "b"
 
@@ -333,7 +334,7 @@ def test_a_request_that_is_demoted_while_it_waits_has_no_deadline_in_its_new_lan
     told(second, ask, NOW_S + 0.95, harmful="ab")
     assert second.request.objective.is_best_effort
     assert queue.num_best_effort == 2
-    assert queue.head(NOW_S + 0.95, lane_of(math.inf, patient=True)) == first.number
+    assert queue.head(NOW_S + 0.95, lane_of(math.inf, patient=True)) == first.admission.number
 
 
 @pytest.mark.parametrize(("ttft_s", "queue_s", "least_s"), [(0.05, 2.0, 2.05), (0.01, 0.0, 0.1)])
@@ -438,7 +439,7 @@ def test_a_demoted_request_does_not_wait_beyond_the_limit_of_best_effort() -> No
     told(second, ask, harmful="ab")
     ask = second.tick(NOW_S + 0.95)
     assert shed_because(told(second, ask, NOW_S + 0.95, harmful="ab")) == CLASS_LIMIT
-    assert list(core.waiting) == [first.number]
+    assert list(core.waiting) == [first.admission.number]
 
 
 def test_a_full_queue_sheds_those_that_ask_for_it() -> None:
@@ -553,13 +554,12 @@ def check_ends(script: Script, seen: Counter[str]) -> None:
         asked = script.arrivals[int(name[1:])].objective
         if kind == "Placed":
             legs[int(name[1:])] = {leg.instance_id: leg.kind for leg in decision.placement.legs}
-            waits = decision._held_s
-            assert waits <= MAX_PATIENT_S + 1.0
+            assert decision.placement.held_s <= MAX_PATIENT_S + 1.0
         is_demoted = decision.request.objective != asked
         assert not is_demoted or (asked.when_late == DEMOTE and decision.request.objective.is_best_effort)
         seen[kind] += 1
         seen["demoted"] += is_demoted
-        seen["held"] += decision._joined_s > 0
+        seen["held"] += decision.admission is not None and decision.admission.joined_s > 0
     for name, sidecar in driver.sidecars.items():
         reserved = {number: kind for number, kinds in legs.items() for at, kind in kinds.items() if at == name}
         assert sidecar.reserved == reserved

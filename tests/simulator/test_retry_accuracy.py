@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from scheduler.decision import MIN_RETRY_AFTER_S
+from scheduler.admission.lateness import MIN_RETRY_AFTER_S
 from simulator.retry_accuracy import RetryTime
 
 

@@ -996,6 +996,7 @@ class Instance(_message.Message):
     TIER_FIELD_NUMBER: _builtins.int
     TIER_TPOT_S_FIELD_NUMBER: _builtins.int
     TIER_CLOSED_FIELD_NUMBER: _builtins.int
+    DRAIN_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     engine_url: _builtins.str
     """of its OpenAI endpoints, without /v1: http://10.0.0.7:8000"""
@@ -1018,6 +1019,10 @@ class Instance(_message.Message):
     def settings(self) -> Global___EngineSettings: ...
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
+    @_builtins.property
+    def drain(self) -> Global___Drain:
+        """of an instance that drains: when its requests have to leave"""
+
     def __init__(
         self,
         *,
@@ -1034,16 +1039,54 @@ class Instance(_message.Message):
         tier: _builtins.str = ...,
         tier_tpot_s: _builtins.float | None = ...,
         tier_closed: _builtins.bool = ...,
+        drain: Global___Drain | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_tier_tpot_s", b"_tier_tpot_s", "settings", b"settings", "tier_tpot_s", b"tier_tpot_s"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_tier_tpot_s", b"_tier_tpot_s", "drain", b"drain", "settings", b"settings", "tier_tpot_s", b"tier_tpot_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tier_tpot_s", b"_tier_tpot_s", "engine_url", b"engine_url", "engine_version", b"engine_version", "instance_id", b"instance_id", "labels", b"labels", "models", b"models", "profile", b"profile", "role", b"role", "settings", b"settings", "sidecar_address", b"sidecar_address", "state", b"state", "tier", b"tier", "tier_closed", b"tier_closed", "tier_tpot_s", b"tier_tpot_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tier_tpot_s", b"_tier_tpot_s", "drain", b"drain", "engine_url", b"engine_url", "engine_version", b"engine_version", "instance_id", b"instance_id", "labels", b"labels", "models", b"models", "profile", b"profile", "role", b"role", "settings", b"settings", "sidecar_address", b"sidecar_address", "state", b"state", "tier", b"tier", "tier_closed", b"tier_closed", "tier_tpot_s", b"tier_tpot_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__tier_tpot_s: _TypeAlias = _typing.Literal["tier_tpot_s"]  # noqa: Y015
     _WhichOneofArgType__tier_tpot_s: _TypeAlias = _typing.Literal["_tier_tpot_s", b"_tier_tpot_s"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__tier_tpot_s) -> _WhichOneofReturnType__tier_tpot_s | None: ...
 
 Global___Instance: _TypeAlias = Instance  # noqa: Y015
+
+@_typing.final
+class Drain(_message.Message):
+    """Until when the requests of an instance that drains may stay there; times by the sender's clock."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DEADLINE_UNIX_S_FIELD_NUMBER: _builtins.int
+    STAYS_FIELD_NUMBER: _builtins.int
+    FORCE_UNIX_S_FIELD_NUMBER: _builtins.int
+    deadline_unix_s: _builtins.float
+    """then they move to other instances; absent: they stay to their end"""
+    stays: _builtins.bool
+    """they do not move, whatever the deadline"""
+    force_unix_s: _builtins.float
+    """then those that are left are ended; absent: never"""
+    def __init__(
+        self,
+        *,
+        deadline_unix_s: _builtins.float | None = ...,
+        stays: _builtins.bool = ...,
+        force_unix_s: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_deadline_unix_s", b"_deadline_unix_s", "_force_unix_s", b"_force_unix_s", "deadline_unix_s", b"deadline_unix_s", "force_unix_s", b"force_unix_s"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deadline_unix_s", b"_deadline_unix_s", "_force_unix_s", b"_force_unix_s", "deadline_unix_s", b"deadline_unix_s", "force_unix_s", b"force_unix_s", "stays", b"stays"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__deadline_unix_s: _TypeAlias = _typing.Literal["deadline_unix_s"]  # noqa: Y015
+    _WhichOneofArgType__deadline_unix_s: _TypeAlias = _typing.Literal["_deadline_unix_s", b"_deadline_unix_s"]  # noqa: Y015
+    _WhichOneofReturnType__force_unix_s: _TypeAlias = _typing.Literal["force_unix_s"]  # noqa: Y015
+    _WhichOneofArgType__force_unix_s: _TypeAlias = _typing.Literal["_force_unix_s", b"_force_unix_s"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__deadline_unix_s) -> _WhichOneofReturnType__deadline_unix_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__force_unix_s) -> _WhichOneofReturnType__force_unix_s | None: ...
+
+Global___Drain: _TypeAlias = Drain  # noqa: Y015
 
 @_typing.final
 class PlacedLeg(_message.Message):
@@ -1280,6 +1323,7 @@ class Outcome(_message.Message):
     PREFILL_INSTANCE_ID_FIELD_NUMBER: _builtins.int
     PREFILL_S_FIELD_NUMBER: _builtins.int
     HAND_OVER_S_FIELD_NUMBER: _builtins.int
+    MIGRATION_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     instance_id: _builtins.str
     model: _builtins.str
@@ -1302,6 +1346,10 @@ class Outcome(_message.Message):
     """until the prefill leg's reply"""
     hand_over_s: _builtins.float
     """from that reply to the request to the decode instance"""
+    migration: _builtins.str
+    """Where another instance goes on with the answer: planned (its instance drains) or failed (its instance failed). Else,
+    of a stream that broke, why none does: migration_budget, limit, no_instance and so on.
+    """
     @_builtins.property
     def tag(self) -> Global___Tag:
         """the predicted length, as the tagger returned it"""
@@ -1334,10 +1382,11 @@ class Outcome(_message.Message):
         prefill_instance_id: _builtins.str = ...,
         prefill_s: _builtins.float | None = ...,
         hand_over_s: _builtins.float | None = ...,
+        migration: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_e2e_s", b"_e2e_s", "_hand_over_s", b"_hand_over_s", "_prefill_s", b"_prefill_s", "_queue_s", b"_queue_s", "_tpot_s", b"_tpot_s", "_ttft_s", b"_ttft_s", "e2e_s", b"e2e_s", "forecast", b"forecast", "hand_over_s", b"hand_over_s", "prefill_s", b"prefill_s", "queue_s", b"queue_s", "tag", b"tag", "tpot_s", b"tpot_s", "ttft_s", b"ttft_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_e2e_s", b"_e2e_s", "_hand_over_s", b"_hand_over_s", "_prefill_s", b"_prefill_s", "_queue_s", b"_queue_s", "_tpot_s", b"_tpot_s", "_ttft_s", b"_ttft_s", "client_id", b"client_id", "e2e_s", b"e2e_s", "finish_reason", b"finish_reason", "finished_unix_s", b"finished_unix_s", "forecast", b"forecast", "hand_over_s", b"hand_over_s", "instance_id", b"instance_id", "model", b"model", "num_preemptions", b"num_preemptions", "output_tokens", b"output_tokens", "policy", b"policy", "prefill_instance_id", b"prefill_instance_id", "prefill_s", b"prefill_s", "prefix_hit_tokens", b"prefix_hit_tokens", "prompt_tokens", b"prompt_tokens", "queue_s", b"queue_s", "request_id", b"request_id", "session_id", b"session_id", "tag", b"tag", "tpot_s", b"tpot_s", "ttft_s", b"ttft_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_e2e_s", b"_e2e_s", "_hand_over_s", b"_hand_over_s", "_prefill_s", b"_prefill_s", "_queue_s", b"_queue_s", "_tpot_s", b"_tpot_s", "_ttft_s", b"_ttft_s", "client_id", b"client_id", "e2e_s", b"e2e_s", "finish_reason", b"finish_reason", "finished_unix_s", b"finished_unix_s", "forecast", b"forecast", "hand_over_s", b"hand_over_s", "instance_id", b"instance_id", "migration", b"migration", "model", b"model", "num_preemptions", b"num_preemptions", "output_tokens", b"output_tokens", "policy", b"policy", "prefill_instance_id", b"prefill_instance_id", "prefill_s", b"prefill_s", "prefix_hit_tokens", b"prefix_hit_tokens", "prompt_tokens", b"prompt_tokens", "queue_s", b"queue_s", "request_id", b"request_id", "session_id", b"session_id", "tag", b"tag", "tpot_s", b"tpot_s", "ttft_s", b"ttft_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__e2e_s: _TypeAlias = _typing.Literal["e2e_s"]  # noqa: Y015
     _WhichOneofArgType__e2e_s: _TypeAlias = _typing.Literal["_e2e_s", b"_e2e_s"]  # noqa: Y015

@@ -26,41 +26,45 @@ from google.protobuf import struct_pb2 as google_dot_protobuf_dot_struct__pb2
 from protos.block.v1 import common_pb2 as protos_dot_block_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fprotos/block/v1/scheduler.proto\x12\x08\x62lock.v1\x1a\x1cgoogle/protobuf/struct.proto\x1a\x1cprotos/block/v1/common.proto\"\x13\n\x0bTailRequestJ\x04\x08\x01\x10\n\"(\n\x0cTailResponse\x12\x12\n\nframe_json\x18\x01 \x01(\x0cJ\x04\x08\x02\x10\n\"*\n\x0e\x45xplainRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\tJ\x04\x08\x02\x10\n\"=\n\x0f\x45xplainResponse\x12$\n\x08\x64\x65\x63ision\x18\x01 \x01(\x0b\x32\x12.block.v1.DecisionJ\x04\x08\x02\x10\n\"\x1c\n\x14ListInstancesRequestJ\x04\x08\x01\x10\n\"j\n\x15ListInstancesResponse\x12%\n\tinstances\x18\x01 \x03(\x0b\x32\x12.block.v1.Instance\x12\x0e\n\x06policy\x18\x02 \x01(\t\x12\x14\n\x0cscheduler_id\x18\x03 \x01(\tJ\x04\x08\x04\x10\n\"(\n\x10UsePolicyRequest\x12\x0e\n\x06policy\x18\x01 \x01(\tJ\x04\x08\x02\x10\n\"9\n\x11UsePolicyResponse\x12\x0e\n\x06policy\x18\x01 \x01(\t\x12\x0e\n\x06\x62\x65\x66ore\x18\x02 \x01(\tJ\x04\x08\x03\x10\n\"\x9b\x01\n\x0fScheduleRequest\x12\"\n\x07request\x18\x01 \x01(\x0b\x32\x11.block.v1.Request\x12\x0e\n\x06prompt\x18\x02 \x01(\x0c\x12\x0f\n\x07\x65xplain\x18\x03 \x01(\x08\x12\x0f\n\x07\x64ry_run\x18\x04 \x01(\x08\x12\x0e\n\x06policy\x18\x05 \x01(\t\x12\x1c\n\x14\x65xclude_instance_ids\x18\x06 \x03(\tJ\x04\x08\x07\x10\x14\">\n\x10ScheduleResponse\x12$\n\x08\x64\x65\x63ision\x18\x01 \x01(\x0b\x32\x12.block.v1.DecisionJ\x04\x08\x02\x10\n\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x84\x02\n\x0fGenerateRequest\x12\"\n\x07request\x18\x01 \x01(\x0b\x32\x11.block.v1.Request\x12\x10\n\x06prompt\x18\x02 \x01(\tH\x00\x12.\n\x10prompt_token_ids\x18\x03 \x01(\x0b\x32\x12.block.v1.TokenIdsH\x00\x12.\n\x08messages\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.ListValueH\x00\x12+\n\nparameters\x18\x05 \x01(\x0b\x32\x17.google.protobuf.Struct\x12\x0f\n\x07\x65xplain\x18\x06 \x01(\x08\x12\x0e\n\x06policy\x18\x07 \x01(\tB\x07\n\x05inputJ\x04\x08\x08\x10\x14\"\x91\x01\n\x10GenerateResponse\x12&\n\x08\x64\x65\x63ision\x18\x01 \x01(\x0b\x32\x12.block.v1.DecisionH\x00\x12 \n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x0f.block.v1.ChunkH\x00\x12$\n\x07outcome\x18\x03 \x01(\x0b\x32\x11.block.v1.OutcomeH\x00\x42\x07\n\x05\x65ventJ\x04\x08\x04\x10\n\"Y\n\x05\x43hunk\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12\x15\n\rfinish_reason\x18\x04 \x01(\tJ\x04\x08\x05\x10\x10\x32\xe4\x03\n\tScheduler\x12\x41\n\x08Schedule\x12\x19.block.v1.ScheduleRequest\x1a\x1a.block.v1.ScheduleResponse\x12\x43\n\x08Generate\x12\x19.block.v1.GenerateRequest\x1a\x1a.block.v1.GenerateResponse0\x01\x12>\n\x07Release\x12\x18.block.v1.ReleaseRequest\x1a\x19.block.v1.ReleaseResponse\x12>\n\x07\x45xplain\x12\x18.block.v1.ExplainRequest\x1a\x19.block.v1.ExplainResponse\x12P\n\rListInstances\x12\x1e.block.v1.ListInstancesRequest\x1a\x1f.block.v1.ListInstancesResponse\x12\x44\n\tUsePolicy\x12\x1a.block.v1.UsePolicyRequest\x1a\x1b.block.v1.UsePolicyResponse\x12\x37\n\x04Tail\x12\x15.block.v1.TailRequest\x1a\x16.block.v1.TailResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fprotos/block/v1/scheduler.proto\x12\x08\x62lock.v1\x1a\x1cgoogle/protobuf/struct.proto\x1a\x1cprotos/block/v1/common.proto\"\x1a\n\x12WatchDrainsRequestJ\x04\x08\x01\x10\n\"V\n\x13WatchDrainsResponse\x12%\n\tinstances\x18\x01 \x03(\x0b\x32\x12.block.v1.Instance\x12\x12\n\nnow_unix_s\x18\x02 \x01(\x01J\x04\x08\x03\x10\n\"\x13\n\x0bTailRequestJ\x04\x08\x01\x10\n\"(\n\x0cTailResponse\x12\x12\n\nframe_json\x18\x01 \x01(\x0cJ\x04\x08\x02\x10\n\"*\n\x0e\x45xplainRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\tJ\x04\x08\x02\x10\n\"=\n\x0f\x45xplainResponse\x12$\n\x08\x64\x65\x63ision\x18\x01 \x01(\x0b\x32\x12.block.v1.DecisionJ\x04\x08\x02\x10\n\"\x1c\n\x14ListInstancesRequestJ\x04\x08\x01\x10\n\"j\n\x15ListInstancesResponse\x12%\n\tinstances\x18\x01 \x03(\x0b\x32\x12.block.v1.Instance\x12\x0e\n\x06policy\x18\x02 \x01(\t\x12\x14\n\x0cscheduler_id\x18\x03 \x01(\tJ\x04\x08\x04\x10\n\"(\n\x10UsePolicyRequest\x12\x0e\n\x06policy\x18\x01 \x01(\tJ\x04\x08\x02\x10\n\"9\n\x11UsePolicyResponse\x12\x0e\n\x06policy\x18\x01 \x01(\t\x12\x0e\n\x06\x62\x65\x66ore\x18\x02 \x01(\tJ\x04\x08\x03\x10\n\"\x9b\x01\n\x0fScheduleRequest\x12\"\n\x07request\x18\x01 \x01(\x0b\x32\x11.block.v1.Request\x12\x0e\n\x06prompt\x18\x02 \x01(\x0c\x12\x0f\n\x07\x65xplain\x18\x03 \x01(\x08\x12\x0f\n\x07\x64ry_run\x18\x04 \x01(\x08\x12\x0e\n\x06policy\x18\x05 \x01(\t\x12\x1c\n\x14\x65xclude_instance_ids\x18\x06 \x03(\tJ\x04\x08\x07\x10\x14\">\n\x10ScheduleResponse\x12$\n\x08\x64\x65\x63ision\x18\x01 \x01(\x0b\x32\x12.block.v1.DecisionJ\x04\x08\x02\x10\n\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x84\x02\n\x0fGenerateRequest\x12\"\n\x07request\x18\x01 \x01(\x0b\x32\x11.block.v1.Request\x12\x10\n\x06prompt\x18\x02 \x01(\tH\x00\x12.\n\x10prompt_token_ids\x18\x03 \x01(\x0b\x32\x12.block.v1.TokenIdsH\x00\x12.\n\x08messages\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.ListValueH\x00\x12+\n\nparameters\x18\x05 \x01(\x0b\x32\x17.google.protobuf.Struct\x12\x0f\n\x07\x65xplain\x18\x06 \x01(\x08\x12\x0e\n\x06policy\x18\x07 \x01(\tB\x07\n\x05inputJ\x04\x08\x08\x10\x14\"\x91\x01\n\x10GenerateResponse\x12&\n\x08\x64\x65\x63ision\x18\x01 \x01(\x0b\x32\x12.block.v1.DecisionH\x00\x12 \n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x0f.block.v1.ChunkH\x00\x12$\n\x07outcome\x18\x03 \x01(\x0b\x32\x11.block.v1.OutcomeH\x00\x42\x07\n\x05\x65ventJ\x04\x08\x04\x10\n\"Y\n\x05\x43hunk\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12\x15\n\rfinish_reason\x18\x04 \x01(\tJ\x04\x08\x05\x10\x10\x32\xb2\x04\n\tScheduler\x12\x41\n\x08Schedule\x12\x19.block.v1.ScheduleRequest\x1a\x1a.block.v1.ScheduleResponse\x12\x43\n\x08Generate\x12\x19.block.v1.GenerateRequest\x1a\x1a.block.v1.GenerateResponse0\x01\x12>\n\x07Release\x12\x18.block.v1.ReleaseRequest\x1a\x19.block.v1.ReleaseResponse\x12>\n\x07\x45xplain\x12\x18.block.v1.ExplainRequest\x1a\x19.block.v1.ExplainResponse\x12P\n\rListInstances\x12\x1e.block.v1.ListInstancesRequest\x1a\x1f.block.v1.ListInstancesResponse\x12\x44\n\tUsePolicy\x12\x1a.block.v1.UsePolicyRequest\x1a\x1b.block.v1.UsePolicyResponse\x12\x37\n\x04Tail\x12\x15.block.v1.TailRequest\x1a\x16.block.v1.TailResponse0\x01\x12L\n\x0bWatchDrains\x12\x1c.block.v1.WatchDrainsRequest\x1a\x1d.block.v1.WatchDrainsResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.block.v1.scheduler_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_TAILREQUEST']._serialized_start=105
-  _globals['_TAILREQUEST']._serialized_end=124
-  _globals['_TAILRESPONSE']._serialized_start=126
-  _globals['_TAILRESPONSE']._serialized_end=166
-  _globals['_EXPLAINREQUEST']._serialized_start=168
-  _globals['_EXPLAINREQUEST']._serialized_end=210
-  _globals['_EXPLAINRESPONSE']._serialized_start=212
-  _globals['_EXPLAINRESPONSE']._serialized_end=273
-  _globals['_LISTINSTANCESREQUEST']._serialized_start=275
-  _globals['_LISTINSTANCESREQUEST']._serialized_end=303
-  _globals['_LISTINSTANCESRESPONSE']._serialized_start=305
-  _globals['_LISTINSTANCESRESPONSE']._serialized_end=411
-  _globals['_USEPOLICYREQUEST']._serialized_start=413
-  _globals['_USEPOLICYREQUEST']._serialized_end=453
-  _globals['_USEPOLICYRESPONSE']._serialized_start=455
-  _globals['_USEPOLICYRESPONSE']._serialized_end=512
-  _globals['_SCHEDULEREQUEST']._serialized_start=515
-  _globals['_SCHEDULEREQUEST']._serialized_end=670
-  _globals['_SCHEDULERESPONSE']._serialized_start=672
-  _globals['_SCHEDULERESPONSE']._serialized_end=734
-  _globals['_TOKENIDS']._serialized_start=736
-  _globals['_TOKENIDS']._serialized_end=759
-  _globals['_GENERATEREQUEST']._serialized_start=762
-  _globals['_GENERATEREQUEST']._serialized_end=1022
-  _globals['_GENERATERESPONSE']._serialized_start=1025
-  _globals['_GENERATERESPONSE']._serialized_end=1170
-  _globals['_CHUNK']._serialized_start=1172
-  _globals['_CHUNK']._serialized_end=1261
-  _globals['_SCHEDULER']._serialized_start=1264
-  _globals['_SCHEDULER']._serialized_end=1748
+  _globals['_WATCHDRAINSREQUEST']._serialized_start=105
+  _globals['_WATCHDRAINSREQUEST']._serialized_end=131
+  _globals['_WATCHDRAINSRESPONSE']._serialized_start=133
+  _globals['_WATCHDRAINSRESPONSE']._serialized_end=219
+  _globals['_TAILREQUEST']._serialized_start=221
+  _globals['_TAILREQUEST']._serialized_end=240
+  _globals['_TAILRESPONSE']._serialized_start=242
+  _globals['_TAILRESPONSE']._serialized_end=282
+  _globals['_EXPLAINREQUEST']._serialized_start=284
+  _globals['_EXPLAINREQUEST']._serialized_end=326
+  _globals['_EXPLAINRESPONSE']._serialized_start=328
+  _globals['_EXPLAINRESPONSE']._serialized_end=389
+  _globals['_LISTINSTANCESREQUEST']._serialized_start=391
+  _globals['_LISTINSTANCESREQUEST']._serialized_end=419
+  _globals['_LISTINSTANCESRESPONSE']._serialized_start=421
+  _globals['_LISTINSTANCESRESPONSE']._serialized_end=527
+  _globals['_USEPOLICYREQUEST']._serialized_start=529
+  _globals['_USEPOLICYREQUEST']._serialized_end=569
+  _globals['_USEPOLICYRESPONSE']._serialized_start=571
+  _globals['_USEPOLICYRESPONSE']._serialized_end=628
+  _globals['_SCHEDULEREQUEST']._serialized_start=631
+  _globals['_SCHEDULEREQUEST']._serialized_end=786
+  _globals['_SCHEDULERESPONSE']._serialized_start=788
+  _globals['_SCHEDULERESPONSE']._serialized_end=850
+  _globals['_TOKENIDS']._serialized_start=852
+  _globals['_TOKENIDS']._serialized_end=875
+  _globals['_GENERATEREQUEST']._serialized_start=878
+  _globals['_GENERATEREQUEST']._serialized_end=1138
+  _globals['_GENERATERESPONSE']._serialized_start=1141
+  _globals['_GENERATERESPONSE']._serialized_end=1286
+  _globals['_CHUNK']._serialized_start=1288
+  _globals['_CHUNK']._serialized_end=1377
+  _globals['_SCHEDULER']._serialized_start=1380
+  _globals['_SCHEDULER']._serialized_end=1942
 # @@protoc_insertion_point(module_scope)

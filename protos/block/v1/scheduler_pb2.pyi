@@ -21,6 +21,47 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
+class WatchDrainsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchDrainsRequest: _TypeAlias = WatchDrainsRequest  # noqa: Y015
+
+@_typing.final
+class WatchDrainsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INSTANCES_FIELD_NUMBER: _builtins.int
+    NOW_UNIX_S_FIELD_NUMBER: _builtins.int
+    now_unix_s: _builtins.float
+    """by the scheduler's clock"""
+    @_builtins.property
+    def instances(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Instance]:
+        """those that drain"""
+
+    def __init__(
+        self,
+        *,
+        instances: _abc.Iterable[_common_pb2.Instance] | None = ...,
+        now_unix_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["instances", b"instances", "now_unix_s", b"now_unix_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchDrainsResponse: _TypeAlias = WatchDrainsResponse  # noqa: Y015
+
+@_typing.final
 class TailRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -70,6 +70,11 @@ class SchedulerStub:
                 request_serializer=protos_dot_block_dot_v1_dot_scheduler__pb2.TailRequest.SerializeToString,
                 response_deserializer=protos_dot_block_dot_v1_dot_scheduler__pb2.TailResponse.FromString,
                 _registered_method=True)
+        self.WatchDrains = channel.unary_stream(
+                '/block.v1.Scheduler/WatchDrains',
+                request_serializer=protos_dot_block_dot_v1_dot_scheduler__pb2.WatchDrainsRequest.SerializeToString,
+                response_deserializer=protos_dot_block_dot_v1_dot_scheduler__pb2.WatchDrainsResponse.FromString,
+                _registered_method=True)
 
 
 class SchedulerServicer:
@@ -125,6 +130,14 @@ class SchedulerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WatchDrains(self, request, context):
+        """Stream which instances drain, for callers that move their requests: all of them at once and after each change, and
+        again every few seconds.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SchedulerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -162,6 +175,11 @@ def add_SchedulerServicer_to_server(servicer, server):
                     servicer.Tail,
                     request_deserializer=protos_dot_block_dot_v1_dot_scheduler__pb2.TailRequest.FromString,
                     response_serializer=protos_dot_block_dot_v1_dot_scheduler__pb2.TailResponse.SerializeToString,
+            ),
+            'WatchDrains': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchDrains,
+                    request_deserializer=protos_dot_block_dot_v1_dot_scheduler__pb2.WatchDrainsRequest.FromString,
+                    response_serializer=protos_dot_block_dot_v1_dot_scheduler__pb2.WatchDrainsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -353,6 +371,33 @@ class Scheduler:
             '/block.v1.Scheduler/Tail',
             protos_dot_block_dot_v1_dot_scheduler__pb2.TailRequest.SerializeToString,
             protos_dot_block_dot_v1_dot_scheduler__pb2.TailResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchDrains(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/block.v1.Scheduler/WatchDrains',
+            protos_dot_block_dot_v1_dot_scheduler__pb2.WatchDrainsRequest.SerializeToString,
+            protos_dot_block_dot_v1_dot_scheduler__pb2.WatchDrainsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -48,6 +48,10 @@ class SchedulerStub:
     """Use another policy from now on, until the scheduler ends. Only for operators."""
     Tail: _grpc.UnaryStreamMultiCallable[_scheduler_pb2.TailRequest, _scheduler_pb2.TailResponse]
     """Stream what is decided and what comes of it, for the live page, until the caller leaves."""
+    WatchDrains: _grpc.UnaryStreamMultiCallable[_scheduler_pb2.WatchDrainsRequest, _scheduler_pb2.WatchDrainsResponse]
+    """Stream which instances drain, for callers that move their requests: all of them at once and after each change, and
+    again every few seconds.
+    """
 
 @_typing.type_check_only
 class SchedulerAsyncStub(SchedulerStub):
@@ -68,6 +72,10 @@ class SchedulerAsyncStub(SchedulerStub):
     """Use another policy from now on, until the scheduler ends. Only for operators."""
     Tail: _aio.UnaryStreamMultiCallable[_scheduler_pb2.TailRequest, _scheduler_pb2.TailResponse]  # type: ignore[assignment]
     """Stream what is decided and what comes of it, for the live page, until the caller leaves."""
+    WatchDrains: _aio.UnaryStreamMultiCallable[_scheduler_pb2.WatchDrainsRequest, _scheduler_pb2.WatchDrainsResponse]  # type: ignore[assignment]
+    """Stream which instances drain, for callers that move their requests: all of them at once and after each change, and
+    again every few seconds.
+    """
 
 class SchedulerServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -127,5 +135,15 @@ class SchedulerServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_scheduler_pb2.TailResponse], _abc.AsyncIterator[_scheduler_pb2.TailResponse]]:
         """Stream what is decided and what comes of it, for the live page, until the caller leaves."""
+
+    @_abc_1.abstractmethod
+    def WatchDrains(
+        self,
+        request: _scheduler_pb2.WatchDrainsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_scheduler_pb2.WatchDrainsResponse], _abc.AsyncIterator[_scheduler_pb2.WatchDrainsResponse]]:
+        """Stream which instances drain, for callers that move their requests: all of them at once and after each change, and
+        again every few seconds.
+        """
 
 def add_SchedulerServicer_to_server(servicer: SchedulerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

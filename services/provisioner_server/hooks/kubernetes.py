@@ -14,6 +14,7 @@ from protos.block.v1 import provisioner_pb2 as pb
 from scheduler.backoff import Backoff
 from services.logs import log_event
 from services.provisioner_server.hooks import Hook, HookError
+from services.security.certificates import engine_access
 from services.supervised_task import supervised
 
 log = logging.getLogger(__name__)
@@ -110,10 +111,11 @@ class Scale(Hook):
         if self._pods is None:
             return None
         engine_port, sidecar_port = self._ports
+        scheme = engine_access().engine_scheme
         return [
             common_pb2.Instance(
                 instance_id=name,
-                engine_url=f"http://{pod.status.pod_ip}:{engine_port}" if pod.status.pod_ip else "",
+                engine_url=f"{scheme}://{pod.status.pod_ip}:{engine_port}" if pod.status.pod_ip else "",
                 sidecar_address=f"{pod.status.pod_ip}:{sidecar_port}" if pod.status.pod_ip else "",
             )
             for name, pod in sorted(self._pods.items())

@@ -23,6 +23,7 @@ from pathlib import Path
 from protos.block.v1 import common_pb2
 from protos.block.v1 import provisioner_pb2 as pb
 from services.provisioner_server.hooks import Hook, HookError
+from services.security.certificates import engine_access
 
 ENGINE, SIDECAR = "engine", "sidecar"
 OURS = (sys.executable, "-m", "services.cli", "serve")
@@ -102,7 +103,7 @@ class Processes(Hook):
         ports = json.loads((self._folder / name / "instance.json").read_text(encoding="utf-8"))
         return common_pb2.Instance(
             instance_id=name,
-            engine_url=f"http://{self._host}:{ports['engine_port']}",
+            engine_url=f"{engine_access().engine_scheme}://{self._host}:{ports['engine_port']}",
             sidecar_address=f"{self._host}:{ports['sidecar_port']}",
         )
 

@@ -11,6 +11,7 @@ import hmac
 import json
 import logging
 import random
+import ssl
 import time
 from urllib.parse import urlsplit
 
@@ -46,7 +47,7 @@ class Webhook(Hook):
         self._secret, self._timeout_s = secret.encode(), timeout_s
         self._attempts = attempts
         self._pauses = Backoff(first_s=first_pause_s, max_s=max_pause_s, random=random.random)
-        self._client = HttpClient()
+        self._client = HttpClient(tls=ssl.create_default_context() if parts.scheme == "https" else None)
 
     async def act(self, action: pb.Action) -> pb.HookReply:
         """Post it, and retry after pauses that double."""

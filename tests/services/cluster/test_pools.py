@@ -64,7 +64,7 @@ def test_vllm_gets_a_connector(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     files = [tmp_path / "prefill-0.state", tmp_path / "decode-0.state"]
 
     def programs(vllm: VllmSettings) -> list[Any]:
-        settings = ClusterSettings(prefill=1, decode=1, vllm=vllm, host="0.0.0.0")  # noqa: S104
+        settings = ClusterSettings(prefill=1, decode=1, vllm=vllm, host="0.0.0.0", insecure=True)  # noqa: S104
         return [engine._program for engine in engines_of(settings, (), files)]
 
     on_gpus = programs(VllmSettings(model="m", devices=("4", "5"), arguments=("--dtype", "half")))

@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos.envoy.v3 import external_processor_pb2_grpc
 from services.cluster.child import Child
-from services.endpoint_picker.certificates import CERTIFICATE_FILE, KEY_FILE, self_signed
+from services.security.development_ca import KeyPair, self_signed
 from tests.ports import free_port
 from tests.services.cli.running import refusal
 from tests.services.endpoint_picker.running import Proxy, chosen, completion, head
@@ -96,7 +96,6 @@ def test_health_on_both_ports(tmp_path: Path) -> None:
 
 def test_tls_by_default() -> None:
     """With a certificate of its own, and HTTP/2 by ALPN."""
-    pytest.importorskip("cryptography", reason="needs the package of the extra 'picker'")
 
     async def test() -> None:
         async with picker("--instance", ONE) as child:
@@ -109,20 +108,20 @@ def test_tls_by_default() -> None:
 
 def test_certificates_of_files_are_renewed(tmp_path: Path) -> None:
     """New connections get the new certificate; files that are not whole are ignored."""
-    pytest.importorskip("cryptography", reason="needs the package of the extra 'picker'")
+    key_file = tmp_path / "tls.key"
 
-    def write(pair: tuple[bytes, bytes]) -> bytes:
-        for name, data in zip((KEY_FILE, CERTIFICATE_FILE), pair, strict=True):
-            (tmp_path / name).write_bytes(data)
-        return ssl.PEM_cert_to_DER_cert(pair[1].decode())
+    def write(pair: KeyPair) -> bytes:
+        key_file.write_bytes(pair.key)
+        (tmp_path / "tls.crt").write_bytes(pair.certificate)
+        return ssl.PEM_cert_to_DER_cert(pair.certificate.decode())
 
     async def test() -> None:
-        first = write(self_signed())
+        first = write(self_signed("first"))
         async with picker("--instance", ONE, "--cert-path", str(tmp_path)) as child:
             assert (await certificate_at(child.port))[0] == first
-            (tmp_path / KEY_FILE).write_bytes(b"half a")
+            key_file.write_bytes(b"half a")
             assert (await certificate_at(child.port))[0] == first
-            second = write(self_signed())
+            second = write(self_signed("second"))
 
             async def renewed() -> bool:
                 return (await certificate_at(child.port))[0] == second

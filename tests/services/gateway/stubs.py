@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -209,6 +210,7 @@ class Scheduler(scheduler_pb2_grpc.SchedulerServicer):
         self.events: list[str] = []  # of decisions and releases, in their order
         self.seen: asyncio.Queue[scheduler_pb2.ScheduleRequest] = asyncio.Queue()
         self.released: asyncio.Queue[common_pb2.ReleaseRequest] = asyncio.Queue()
+        self.drains_changed = asyncio.Condition()
         self.open = asyncio.Event()  # while it is cleared, no decision is made
         self.open.set()
         self.divides_always = False  # whatever a request asks for
@@ -284,6 +286,33 @@ class Scheduler(scheduler_pb2_grpc.SchedulerServicer):
         self.events.append(f"released {request.instance_id}")
         self.released.put_nowait(request)
         return common_pb2.ReleaseResponse(released=True)
+
+    async def WatchDrains(
+        self, request: scheduler_pb2.WatchDrainsRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[scheduler_pb2.WatchDrainsResponse]:
+        """Stream the instances that drain."""
+        while True:
+            draining = [one for one in self.instances if one.state == common_pb2.INSTANCE_STATE_DRAINING]
+            yield scheduler_pb2.WatchDrainsResponse(instances=draining, now_unix_s=time.time())
+            async with self.drains_changed:
+                await self.drains_changed.wait()
+
+    async def drain(self, instance_id: str, **drain: Any) -> None:
+        """Have an instance drain, by default at once; it is still chosen, as by a scheduler that does not know it."""
+        for one in self.instances:
+            if one.instance_id == instance_id:
+                one.state = common_pb2.INSTANCE_STATE_DRAINING
+                one.drain.CopyFrom(common_pb2.Drain(**{"deadline_unix_s": time.time(), **drain}))
+        async with self.drains_changed:
+            self.drains_changed.notify_all()
+
+    async def undrain(self, instance_id: str) -> None:
+        """Have an instance take requests again."""
+        for one in self.instances:
+            if one.instance_id == instance_id:
+                one.state = common_pb2.INSTANCE_STATE_READY
+        async with self.drains_changed:
+            self.drains_changed.notify_all()
 
     def Generate(self, request: scheduler_pb2.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         """Do nothing: gateways do not stream through schedulers."""

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protos.block.v1 import common_pb2
-from services.gateway.context import RetryBudget
 from services.gateway.destinations import Fallback, OutlierDetection
 from services.http.sse import MAX_EVENT_BYTES, StreamReader, ending_of
+from services.retry_budget import RetryBudget
 from tests.services.gateway.stubs import DONE, event
 
 LENGTH = common_pb2.FINISH_REASON_LENGTH

@@ -116,7 +116,7 @@ def pod(
     metadata: Item = {"name": name, "namespace": NAMESPACE, "labels": {"app": "vllm", **(labels or {})},
                       "annotations": annotations or {}}  # fmt: skip
     if deleted:
-        metadata["deletionTimestamp"] = "2026-11-01T00:00:00Z"
+        metadata |= {"deletionTimestamp": "2026-11-01T00:02:00Z", "deletionGracePeriodSeconds": 120}
     return {
         "metadata": metadata,
         "spec": {"containers": [

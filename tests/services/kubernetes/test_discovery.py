@@ -80,7 +80,7 @@ def cluster(*pods: dict[str, Any], **values: Any) -> Cluster:
 
 
 def test_pods_are_instances_while_they_are_ready() -> None:
-    """They come, become ready, stop being so, and are deleted; none is ever reported that is not ready."""
+    """They come, become ready, stop being so, drain while they are deleted; none is ever reported before it is ready."""
 
     async def test() -> None:
         kube = cluster(pod("a", "10.0.0.1"), pod("never", "10.0.0.9", ready=False))
@@ -96,8 +96,9 @@ def test_pods_are_instances_while_they_are_ready() -> None:
                 kube.put(PODS, pod("a", "10.0.0.1", ready=True))
                 await found.until("a", "b")
                 kube.put(PODS, pod("b", "10.0.0.2", deleted=True))
-                await found.until("a")
+                await until(lambda: [one.state for one in found.lists[-1]] == ["ready", "draining"])
                 kube.delete(PODS, "b")
+                await found.until("a")
                 kube.put(PODS, pod("a", "10.0.0.7"))  # by another pod of the same name
                 await until(lambda: found.lists[-1][0].engine_url == "http://10.0.0.7:8000")
                 kube.put(PODS, pod("a", "10.0.0.7", labels={"app": "database"}))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -32,14 +33,35 @@ def test_a_ready_pod_is_an_instance() -> None:
     [
         pod("a", "10.0.0.7", ready=False),
         pod("a", ""),
-        pod("a", "10.0.0.7", deleted=True),
+        pod("a", "", deleted=True),
         {**pod("a", "10.0.0.7"), "status": {}},
         pod("a", "10.0.0.7", labels={"llm-d.ai/role": "encode"}),
     ],
 )
 def test_a_pod_that_cannot_serve_is_none(item: dict[str, Any]) -> None:
-    """It is not ready, has no address, is being deleted, or only encodes."""
+    """It is not ready, has no address, or only encodes."""
     assert instances(item) == ()
+
+
+@pytest.mark.parametrize("ready", [True, False])
+@pytest.mark.parametrize(("drain_s", "deadline_s"), [(None, 100.0), ("10", 10.0), ("300", 100.0)])
+def test_a_pod_that_is_being_deleted_drains(ready: bool, drain_s: str | None, deadline_s: float) -> None:
+    """Its requests leave 20 s before it is killed, or when its annotation says so; not later."""
+    annotations = {} if drain_s is None else {"block-serving/drain-s": drain_s}
+    (one,) = instances(pod("a", "10.0.0.7", ready=ready, deleted=True, annotations=annotations))
+    deleted_s = datetime(2026, 11, 1, tzinfo=UTC).timestamp()
+    assert one.state == "draining"
+    assert one.drain is not None
+    assert (one.drain.deadline_unix_s - deleted_s, one.drain.migrate) == (deadline_s, True)
+
+
+def test_a_pod_without_a_grace_period_drains_at_once() -> None:
+    """It may be killed at any moment."""
+    item = pod("a", "10.0.0.7", deleted=True)
+    item["metadata"]["deletionGracePeriodSeconds"] = 0
+    (one,) = instances(item)
+    assert one.drain is not None
+    assert one.drain.deadline_unix_s == datetime(2026, 11, 1, 0, 2, tzinfo=UTC).timestamp()
 
 
 def test_a_container_without_ports_may_listen_on_any() -> None:

@@ -71,6 +71,7 @@ from tests.scheduler.scripted import (
     Script,
     ScriptedInstance,
     Sidecar,
+    held_s_of,
     recording,
     reference,
 )
@@ -204,12 +205,12 @@ def test_the_scenarios_show_what_their_names_say(policy: str) -> None:
     decisions = {name: list(record.decisions.values()) for name, record in records.items()}
     for name in ("held to the deadline", "held until admitted", "too many are held"):
         assert "Wait" in kinds[name], name
-        assert all(one._held_s > 0 for one in decisions[name]), name
+        assert all(held_s_of(one) > 0 for one in decisions[name]), name
     assert all(one.is_admitted for one in decisions["held until admitted"])
     assert not any(one.is_admitted for one in decisions["held to the deadline"])
-    assert min(one._held_s for one in decisions["too many are held"]) < 0.1
+    assert min(held_s_of(one) for one in decisions["too many are held"]) < 0.1
     for name, status in [(name, status) for status in FAILURES for name in records if f"one is {status.value}" in name]:
-        assert {one.status for decision in decisions[name] for one in decision.skipped()} == {status}, name
+        assert {one.status for decision in decisions[name] for one in decision.explanation.skipped()} == {status}, name
     for status in (REFUSED, STOPPED):
         assert kinds[f"all are {status.value}"].count("Shed") == 3
     for status in (LATE, DOWN, INVALID):
@@ -231,7 +232,7 @@ def assert_same(ours: Record, expected: Record) -> None:
         other = expected.decisions[name]
         assert decision.num_conflicts == other.num_conflicts
         if decision.policy.holds and not decision.is_waiting:
-            assert decision._held_s == pytest.approx(other._held_s, abs=1e-6)
+            assert held_s_of(decision) == pytest.approx(held_s_of(other), abs=1e-6)
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
@@ -461,7 +462,9 @@ def in_both(record: Record) -> list[tuple[Any, ...]]:
             details = [instance_id, leg, in_s]
         elif kind == "Placed":
             decision = record.decisions[name]
-            scores = {one.instance_id: (one.score, one.admits) for one in decision.candidates() if one.is_compared}
+            scores = {
+                one.instance_id: (one.score, one.admits) for one in decision.explanation.candidates() if one.is_compared
+            }
             others = [name for name in decision.placement.next_best if name in scores]
             legs = [(leg_kind, leg_name) for leg_kind, leg_name, *_ in details[5]]
             details = [details[0], details[1], details[4], legs, others, scores]
@@ -476,7 +479,7 @@ def test_the_simulator_decides_as_the_reference_does(script: Script) -> None:
     assert_simulated_alike(script)
 
 
-@mock.patch("scheduler.decision.MAX_PATIENT_S", 1.0)
+@mock.patch("scheduler.admission.wait.MAX_PATIENT_S", 1.0)
 @examples(60)
 @given(script=promises())
 def test_requests_with_deadlines_are_decided_alike(script: Script) -> None:
@@ -545,8 +548,10 @@ def assert_simulated_alike(script: Script) -> None:
     legs = [(name, *details) for name, kind, *details in expected.steps if kind == "Reserve"]
     blocks_held_s = [(name, times[-1]) for name, _, leg, *_, times in legs if leg == PREFILL]
     assert held == [(name, LEASE_S if seconds < 0 else seconds) for name, seconds in blocks_held_s]
-    held_s = {name: decision._held_s for name, decision in record.decisions.items()}
-    assert held_s == pytest.approx({name: decision._held_s for name, decision in expected.decisions.items()}, abs=1e-6)
+    held_s = {name: held_s_of(decision) for name, decision in record.decisions.items()}
+    assert held_s == pytest.approx(
+        {name: held_s_of(decision) for name, decision in expected.decisions.items()}, abs=1e-6
+    )
 
 
 # The gRPC service on the wall clock.

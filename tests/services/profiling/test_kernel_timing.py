@@ -156,7 +156,9 @@ def test_a_shard_takes_less_than_the_whole_model() -> None:
     """Half of the heads and of the MLP take about half the time, with enough tokens."""
     watch = CpuStopwatch(0.02, clock=time.thread_time)
     with torch.inference_mode():
-        kernels = [TorchLayer(share, CPU).dense(256) for share in (SHARE, share_of(CONFIG, tensor_parallel=2, dtype="float32"))]
+        kernels = [
+            TorchLayer(share, CPU).dense(256) for share in (SHARE, share_of(CONFIG, tensor_parallel=2, dtype="float32"))
+        ]
         for name in ("qkv", "o", "gate_up", "down"):
             rounds = [[watch.seconds(one[name]) for one in kernels] for _ in range(5)]
             whole_s, half_s = (min(times) for times in zip(*rounds, strict=True))

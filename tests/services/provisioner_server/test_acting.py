@@ -11,12 +11,14 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from protos.block.v1 import provisioner_pb2 as pb
 from scheduler.backoff import Backoff
 from scheduler.provisioning.pool_state import ScalingTarget
+from services.instances import instances_from_file
 from services.provisioner_server.journal import Journal, entries
 from services.provisioner_server.lease import FileLease
 from services.provisioner_server.sidecars import Condition
@@ -178,6 +180,43 @@ def test_an_instance_is_removed_only_without_requests(tmp_path: Path) -> None:
         assert len(hook.running) == 3
         one._sidecars.condition = Condition(is_ready=True, num_requests=0)
         await ticks(one, 2)
+
+    asyncio.run(test())
+    assert len(hook.running) == 2
+
+
+@pytest.mark.parametrize("migrate", [True, False])
+def test_a_drain_goes_on_without_its_leader(tmp_path: Path, migrate: bool) -> None:
+    """The list says when requests leave; the next leader keeps the time, and removes the instance once it is empty."""
+    hook = RecordingHook(set())
+
+    def drain_listed() -> dict[str, Any]:
+        listed = json.loads((tmp_path / "instances.json").read_text())["instances"]
+        return next(dict(one["drain"]) for one in listed if one["state"] == "draining")
+
+    async def test() -> None:
+        one = leader(tmp_path, hook, limits={"calm_s": 0.0}, rule="relief", migrate=migrate, migrate_s=30.0)
+        one._pool._planner._rule = lambda _: ScalingTarget(num_wanted=3, num_enough=3, why="three")
+        await ticks(one, 6)
+        one._sidecars.condition = Condition(is_ready=True, num_requests=4)
+        one._pool._planner._rule = lambda _: ScalingTarget(num_wanted=2, num_enough=2, why="two")
+        one._pool.history.cold_starts = type(one._pool.history.cold_starts)(0.0)
+        await ticks(one, 6)
+        told = drain_listed()
+        assert ("deadline_unix_s" in told) is migrate
+        if migrate:
+            assert 25 < told["deadline_unix_s"] - time.time() <= 30
+        instances = instances_from_file(str(tmp_path / "instances.json"))
+        assert sorted(one.state for one in instances) == ["draining", "ready", "ready"]
+        await one._lease.release()  # the process has been killed: nothing else of it is used again
+        two = leader(tmp_path, hook, limits={"calm_s": 0.0}, rule="relief", migrate=migrate, migrate_s=30.0)
+        two._pool._planner._rule = lambda _: ScalingTarget(num_wanted=2, num_enough=2, why="two")
+        two._sidecars.condition = Condition(is_ready=True, num_requests=4)
+        await ticks(two, 3)
+        assert drain_listed() == told
+        assert len(hook.running) == 3
+        two._sidecars.condition = Condition(is_ready=True, num_requests=0)
+        await ticks(two, 3)
 
     asyncio.run(test())
     assert len(hook.running) == 2

@@ -17,8 +17,10 @@ from prometheus_client import CollectorRegistry
 from protos.block.v1 import common_pb2, predictor_pb2, predictor_pb2_grpc
 from services.rpc.channels import refuse_taken
 from services.rpc.server import RunningServer, ServerSettings, serving
+from services.security.settings import TlsSettings
 from tests.services.waiting import LIMIT_S, run
 
+INSECURE = TlsSettings(insecure=True)
 PREDICT = predictor_pb2.PredictRequest(instance_id="a")
 WATCH = predictor_pb2.WatchRequest(instance_id="a")
 
@@ -293,8 +295,11 @@ def test_metrics_are_served_on_a_port_of_their_own() -> None:
         ({"max_concurrency": 0}, "max_concurrency: must be at least 1"),
         ({"max_message_mib": 0}, "max_message_mib: must lie"),
         ({"drain_s": float("nan")}, "drain_s: must be a time"),
-        ({"host": "nowhere.invalid", "port": 1}, "host: 'nowhere.invalid' is no address of this machine"),
-        ({"host": "203.0.113.9", "port": 50999}, "host: '203.0.113.9' is no address of this machine"),
+        (
+            {"host": "nowhere.invalid", "port": 1, "tls": INSECURE},
+            "host: 'nowhere.invalid' is no address of this machine",
+        ),
+        ({"host": "203.0.113.9", "port": 50999, "tls": INSECURE}, "host: '203.0.113.9' is no address of this machine"),
     ],
 )
 def test_impossible_settings_are_refused_by_name(settings: dict[str, Any], message: str) -> None:

@@ -34,6 +34,7 @@ spec:
       imagePullPolicy: {{ .root.Values.image.pullPolicy }}
       args:
         {{- .args | trim | nindent 8 }}
+        {{- include "block.linkFlags" . | nindent 8 }}
         {{- include "block.logFlags" .root | nindent 8 }}
         {{- with include "block.flags" .values.flags | trim }}
         {{- . | nindent 8 }}

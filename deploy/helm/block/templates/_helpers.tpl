@@ -113,6 +113,33 @@ app.kubernetes.io/component: {{ .part }}
 {{- end }}
 {{- end -}}
 
+{{- define "block.serverName" -}}
+{{- default (printf "%s.%s.svc" (include "block.fullname" .) .Release.Namespace) .Values.tls.serverName -}}
+{{- end -}}
+
+{{/* TLS by the Secret of tls.secretName; without it, parts listen in plain text, and have to say so. */}}
+{{- define "block.linkFlags" -}}
+{{- $root := .root -}}
+{{- if $root.Values.tls.enabled -}}
+{{- $own := and (eq .part "picker") (ne $root.Values.router.epp.certSecret "") -}}
+- --tls-{{ ternary "client-cert" "cert" $own }}=/etc/block/tls/tls.crt
+- --tls-{{ ternary "client-key" "key" $own }}=/etc/block/tls/tls.key
+- --tls-ca=/etc/block/tls/ca.crt
+{{- range default (list (include "block.serverName" $root)) $root.Values.tls.peers }}
+- {{ printf "--tls-peer=%s" . | quote }}
+{{- end }}
+{{- else -}}
+- --insecure
+{{- end }}
+{{- end -}}
+
+{{/* Where probes find the health of a gRPC server: they have no TLS. */}}
+{{- define "block.healthFlags" -}}
+{{- if .root.Values.tls.enabled }}
+- --health-port={{ .port }}
+{{- end }}
+{{- end -}}
+
 {{- define "block.logFlags" -}}
 - --log-level={{ .Values.logLevel }}
 - --log-format={{ .Values.logFormat }}
@@ -142,6 +169,9 @@ app.kubernetes.io/component: {{ .part }}
 {{- define "block.mounts" -}}
 - {name: kernels, mountPath: /var/cache/block}
 - {name: tmp, mountPath: /tmp}
+{{- if .tls.enabled }}
+- {name: tls, mountPath: /etc/block/tls, readOnly: true}
+{{- end }}
 {{- if .objectives }}
 - {name: config, mountPath: /etc/block/config, readOnly: true}
 {{- end }}
@@ -150,6 +180,9 @@ app.kubernetes.io/component: {{ .part }}
 {{- define "block.volumes" -}}
 - {name: kernels, emptyDir: {sizeLimit: 1Gi}}
 - {name: tmp, emptyDir: {sizeLimit: 1Gi}}
+{{- if .Values.tls.enabled }}
+- {name: tls, secret: {secretName: {{ .Values.tls.secretName | quote }}}}
+{{- end }}
 {{- if .Values.objectives }}
 - name: config
   configMap: {name: {{ include "block.fullname" . }}}
@@ -179,6 +212,14 @@ topologySpreadConstraints: {{ toYaml . | nindent 2 }}
 {{- end }}
 initContainers:
   {{- include "block.kernelsContainer" .root | nindent 2 }}
+{{- end -}}
+
+{{- define "block.grpcPorts" -}}
+- {name: grpc, containerPort: {{ .values.port }}}
+- {name: http-metrics, containerPort: {{ .values.metricsPort }}}
+{{- if .root.Values.tls.enabled }}
+- {name: grpc-health, containerPort: {{ .values.healthPort }}}
+{{- end }}
 {{- end -}}
 
 {{/* Probes of a gRPC server: it lives while it replies, and is ready when its service says so. */}}

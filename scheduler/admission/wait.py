@@ -1,0 +1,305 @@
+"""How one request waits in the admission queue: its turn, its lateness, and what follows where no instance admits it.
+
+`AdmissionWait` has what is known of the wait; the decision that holds it carries out the steps that it returns.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from enum import Enum
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from predictor.request import BEST_EFFORT, Slo
+from scheduler.admission.lateness import latest_start_s
+from scheduler.admission.order import WaitingRequest
+from scheduler.admission.queue import AdmissionQueue, lane_of, retry_pause_s
+from scheduler.candidates import Candidates, Rows
+from scheduler.comparison import Comparison, rows_of
+from scheduler.indicators import INDEX_OF, STRICTEST_S
+from scheduler.instances import CLASS_LIMIT, LATE, QUEUE_FULL, TIMEOUT
+from scheduler.objectives import DEMOTE, SHED
+from scheduler.placement import PlacementRequest, num_tokens_of
+from scheduler.policy import Policy
+
+if TYPE_CHECKING:
+    from scheduler.core import SchedulerCore
+    from scheduler.decision import Decision
+
+FINISHED = INDEX_OF["num_finished_total"]
+MAX_PATIENT_S = 60.0  # of waiting for an instance where no other request would miss a deadline
+
+
+class NextStep(Enum):
+    """How a request goes on that waits, or that no instance admits."""
+
+    ATTEMPT = "compare the instances as they are now"
+    SCORE_AGAIN = "compare the same forecasts, without targets"
+    WAIT = "wait in the admission queue"
+    REFUSE = "refuse it"  # for the reason `refused_because`
+    PLACE = "place it on the best instance without admission"
+
+
+class AdmissionWait:
+    """The wait of one request, by a policy that holds requests; it starts before the request joins the queue.
+
+    A patient request is best effort, or late already: it must leave the deadlines of others alone.
+    """
+
+    queue: AdmissionQueue | None = None  # while it waits there, or tries between two waits
+    joined_s = 0.0
+    held_s = 0.0
+    wait_until_s = math.inf
+    may_wait = True
+    refused_because = QUEUE_FULL
+    passing: Rows | None = None  # the instances that it may ask before its turn: they refused a longer request
+    _asks_all = True  # also the instances that have just refused
+    _latest_s = math.inf  # while it waits: when it may become too late to attain its deadlines
+
+    def __init__(self, core: SchedulerCore, request: PlacementRequest, policy: Policy) -> None:
+        """Prepare the wait of a request."""
+        self._core = core
+        self._request = request
+        self._policy = policy
+        self.number = request.number
+        self.is_patient = request.objective.is_best_effort
+        self._lane = lane_of(request.indicators.tpot_slo_s, patient=self.is_patient)
+
+    # Its turn.
+
+    @property
+    def is_behind_others(self) -> bool:
+        """Whether other requests wait before a new one."""
+        queue = self._core.queue(self._request.model)
+        return queue is not None and queue.has_lane(self._lane)
+
+    def next_step(self, now_s: float) -> NextStep:
+        """Return whether the request is tried now: it is its turn, or its time is up."""
+        assert self.queue is not None
+        self.wait_until_s = math.inf
+        if self.queue.must_leave(self.number, now_s):
+            self.may_wait = False
+            self.refused_because = TIMEOUT if self.queue.deadline_s(self.number) <= now_s else QUEUE_FULL
+        elif self.passing is None and (head := self.queue.head(now_s, self._lane)) != self.number:
+            self._core.wake(head)
+            if now_s < self._latest_s:
+                return NextStep.WAIT
+            if not self.queue.may_overtake(self.number, head):
+                return self._too_late()
+        self.held_s = now_s - self.joined_s
+        return NextStep.ATTEMPT
+
+    def wake(self) -> bool:
+        """Make a wait end now; False where it does so already."""
+        is_new = self.wait_until_s != -math.inf
+        self.wait_until_s = -math.inf
+        return is_new
+
+    # Which instances are asked.
+
+    def worth_asking(self, known: Candidates, now_s: float) -> Candidates | None:
+        """Return the instances that may admit the request now; None where it waits without asking any."""
+        self._asks_all = True
+        if self.may_wait and self.is_patient and self._yields(known):
+            return None
+        if not (self.may_wait and len(known) and now_s < self._latest_s):  # one that may be late must know of all
+            return known
+        if not self.is_patient:
+            known = self._policy.eligible(known)
+        worth = self._without_refusals(known, now_s)
+        self._asks_all = len(worth) == len(known)
+        return worth if len(worth) else None
+
+    def _without_refusals(self, known: Candidates, now_s: float) -> Candidates:
+        """Leave out the instances that have just refused, and where nothing has finished since."""
+        if self.passing is not None:
+            return known.only(np.flatnonzero(np.isin(rows_of(known), self.passing)), "was not asked before")
+        refusals = self._core.refusals(self._lane)
+        worth = refusals.worth_asking(known.known.reported[FINISHED][rows_of(known)], now_s, known.rows)
+        return known if worth.all() else known.only(np.flatnonzero(worth), "admitted no request recently")
+
+    def _yields(self, known: Candidates) -> bool:
+        """Whether it waits for others that have a deadline to miss, and fit all instances that have a target."""
+        queue = self._core.queue(self._request.model)
+        if queue is None or not self._policy.keeps_deadlines or (self._is_best_effort and self._is_below_share):
+            return False
+        targets_s = known["least_tpot_slo_s"]
+        return queue.has_urgent(float(targets_s[targets_s < math.inf].max(initial=STRICTEST_S)), self.number)
+
+    def note_refusals(self, comparison: Comparison, now_s: float) -> None:
+        """Record which instances do not admit the request, so that the next one of its lane asks others."""
+        compared, admits = comparison.compared, comparison.admits
+        assert compared is not None
+        assert admits is not None
+        if (
+            self.may_wait
+            and compared.known is self._core.instances.table.known  # otherwise the rows are of another list
+            and not self._is_late(compared, now_s)  # then the refusals say nothing of other requests
+        ):
+            rows = rows_of(compared)
+            refusals = self._core.refusals(self._lane)
+            refusals.note(comparison.refused(admits, rows), compared.known.reported[FINISHED][rows], now_s, rows)
+
+    # Where no instance admits it.
+
+    def step_of_refused(self, comparison: Comparison, now_s: float) -> NextStep:
+        """Return how a request goes on that no instance admits now."""
+        compared, objective = comparison.compared, self._request.objective
+        assert compared is not None
+        if self._is_late(compared, now_s):
+            return self._step_of_late(comparison)
+        if self._is_best_effort and self._policy.keeps_deadlines:
+            if self._is_below_share:
+                return NextStep.PLACE
+            return NextStep.WAIT if self.may_wait else NextStep.REFUSE
+        if self.may_wait:
+            return NextStep.WAIT
+        if self._policy.keeps_deadlines and objective.when_late == SHED:
+            return NextStep.REFUSE
+        if self._policy.keeps_deadlines and objective.when_late == DEMOTE:
+            self._demote()
+            comparison.forget_targets(self._request.indicators)
+        return NextStep.PLACE
+
+    def _step_of_late(self, comparison: Comparison) -> NextStep:
+        """Return how a request goes on whose deadlines cannot be kept any more."""
+        if self._request.objective.when_late == SHED:
+            self.refused_because = LATE
+            return NextStep.REFUSE
+        self._give_up_deadlines()
+        comparison.is_patient = True
+        comparison.forget_targets(self._request.indicators)
+        assert comparison.compared is not None
+        return NextStep.WAIT if self.may_wait and self._yields(comparison.compared) else NextStep.SCORE_AGAIN
+
+    def _too_late(self) -> NextStep:
+        """Return how a request goes on that becomes late before its turn has come."""
+        if self._request.objective.when_late == SHED:
+            self.refused_because = LATE
+            return NextStep.REFUSE
+        self._give_up_deadlines()
+        return NextStep.WAIT
+
+    def _is_late(self, compared: Candidates, now_s: float) -> bool:
+        """Whether the request's deadlines cannot be kept any more, as far as `latest_start_s` knows."""
+        return self._policy.keeps_deadlines and not self.is_patient and now_s >= self._latest_start_s(compared)
+
+    def _latest_start_s(self, compared: Candidates | None) -> float:
+        return latest_start_s(self._core, self._request, compared, asked_all=self._asks_all)
+
+    def _give_up_deadlines(self) -> None:
+        """Leave the deadlines of others alone from now on, as the request's own cannot be kept."""
+        if self._request.objective.when_late == DEMOTE:
+            self._demote()
+        self.is_patient = True
+        self._forget_targets()
+        self._lane = lane_of(self._request.indicators.tpot_slo_s, patient=True)
+
+    def _demote(self) -> None:
+        """Make the request best effort without deadlines."""
+        self._request.objective = replace(self._request.objective, request_class=BEST_EFFORT, slo=Slo())
+        self._forget_targets()
+
+    def _forget_targets(self) -> None:
+        self._request.indicators = replace(self._request.indicators, due_s=math.inf, tpot_slo_s=math.inf)
+
+    @property
+    def _is_best_effort(self) -> bool:
+        return self._request.objective.is_best_effort
+
+    @property
+    def _is_below_share(self) -> bool:
+        """Whether best effort has got less than its share of the admitted tokens."""
+        return self._core.shares_of(self._request.model).is_below(self._core.rules.best_effort_share)
+
+    # Joining and leaving the queue.
+
+    def limit(self) -> str:
+        """Return the limit that keeps the request from joining the queue; empty where there is none."""
+        return "" if self.queue is not None else self._core.limit_for(self._request)
+
+    def note_latest_start(self, compared: Candidates | None) -> None:
+        """Keep when the request may become too late, by the instances that it was compared on if there are any."""
+        if self.is_patient or not self._policy.keeps_deadlines:
+            self._latest_s = math.inf
+        elif compared is not None or self._latest_s == math.inf:
+            self._latest_s = self._latest_start_s(compared)
+
+    def wait(self, decision: Decision, refused: Candidates | None, now_s: float) -> str:
+        """Wait until the next attempt or the request's turn; return the limit that it exceeds, empty if none.
+
+        `refused` are the instances that have just refused it.
+        """
+        core, request, queue = self._core, self._request, self.queue
+        if queue is not None and refused is not None and not self.is_patient:
+            self._pass_turn(queue, rows_of(refused))
+        self.passing = None
+        if queue is None:
+            if self.number < 0:
+                self.number = core.next_number()
+            self.joined_s = now_s
+            self.wait_until_s = math.inf
+            queue = self.queue = core.join(decision, self._waiting_request(), self._leave_s())
+        elif queue.lane_of(self.number) != self._lane:
+            if self._is_best_effort and queue.num_best_effort >= core.rules.max_held_best_effort:
+                return CLASS_LIMIT  # it was demoted
+            core.move(request, self._waiting_request(), self._leave_s(), now_s)
+        if self.wait_until_s == -math.inf:  # woken already
+            return ""
+        self.wait_until_s = min(queue.deadline_s(self.number), max(now_s, self._latest_s))
+        if queue.head(now_s, self._lane) == self.number:
+            pause_s = retry_pause_s(now_s - request.arrived_s, core.random())
+            self.wait_until_s = min(self.wait_until_s, now_s + pause_s)
+        return ""
+
+    def _pass_turn(self, queue: AdmissionQueue, refused: Rows) -> None:
+        """Have the next shorter request of the lane tried on the instances that have just refused this one."""
+        number = queue.next_smaller(self.number)
+        if number >= 0:
+            other = self._core.waiting[number].admission
+            assert other is not None
+            other.passing = refused
+            self._core.wake(number)
+
+    def placed(self) -> None:
+        """Count the request as admitted, and leave the queue."""
+        request, queue = self._request, self.queue
+        admitted_s = request.arrived_s if queue is None else self.joined_s + self.held_s
+        self._core.admitted(request, admitted_s)
+        if queue is not None:
+            queue.count_served(self.number)
+            self.leave(admitted_s)
+
+    def leave(self, now_s: float) -> None:
+        """Leave the queue, if the request is in it."""
+        if self.queue is not None:
+            self.queue = None
+            self._core.leave(self._request, self.number, now_s)
+
+    def _waiting_request(self) -> WaitingRequest:
+        """Return what the admission queue's order needs to know of the request."""
+        request = self._request
+        return WaitingRequest(
+            number=self.number,
+            lane=self._lane,
+            joined_s=self.joined_s,
+            due_s=request.indicators.due_s,
+            priority=request.objective.priority,
+            tenant=request.client_id,
+            num_tokens=num_tokens_of(request),
+            best_effort=request.objective.is_best_effort,
+        )
+
+    def _leave_s(self) -> float:
+        """Return when the request leaves the admission queue at the latest: not before its first token is due."""
+        request = self._request
+        hold_s = self._policy.hold_s - request.waited_s
+        if self._policy.keeps_deadlines:
+            due_s = request.indicators.due_s
+            if self.is_patient:
+                hold_s = MAX_PATIENT_S
+            elif due_s < math.inf:
+                hold_s = max(hold_s, due_s - request.arrived_s)
+        return request.arrived_s + min(hold_s, request.patience_s)
