@@ -37,7 +37,7 @@ PARTS = {
     "tagger_server": "Length tagger",
     "provisioner_server": "Provisioner",
     "rpc": "Every gRPC server",
-    "security": "TLS, keys, roles, audit log, of every process",
+    "security": "Every server: TLS, keys, roles, audit log",
     "http": "Every HTTP server: gateways, mirrors' proxies, metrics ports",
     "emulator": "Emulated engine",
 }
