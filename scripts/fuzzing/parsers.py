@@ -11,7 +11,7 @@ from pathlib import Path
 from random import Random
 
 from predictor.profile import load_profile, profile_from_json, profile_names, profile_to_json
-from scripts.fuzzing.inputs import TEXTS, any_json, document, written
+from scripts.fuzzing.inputs import TEXTS, Values, any_json, document, written
 from scripts.fuzzing.targets import require
 from services.emulator.transfer_params import leg_and_blocks
 from services.http.kv_transfer import KV_CONNECTORS, decode_body, prefill_body, read_prefill_reply, with_cached_tokens

@@ -11,10 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from protos.block.v1 import common_pb2
 from services.gateway.settings import GatewaySettings
 from services.http.errors import ApiError
+from services.http.limits import HttpLimits
 from services.http.openai_body import read_body
-from tests.services.gateway.stubs import COMPLETION, LOCAL, Call, completes, scene
+from tests.services.gateway.stubs import COMPLETION, LOCAL, Call, completes, event, scene
 from tests.services.gateway.test_failing import error_of
 from tests.services.security.key_files import key
 from tests.services.waiting import run
