@@ -37,11 +37,19 @@ import uvloop
 
 from scripts.chaos.clients import ClientRecord, Clients
 from scripts.chaos.cluster import ChaosCluster, cluster_running
-from scripts.chaos.conservation import count_problems, end_problems, left_at_rest, pairing, with_reasons
+from scripts.chaos.conservation import (
+    count_problems,
+    end_problems,
+    left_at_rest,
+    pairing,
+    reported_counts,
+    with_reasons,
+)
 from scripts.chaos.faults import FaultInjector
 from scripts.chaos.growth import GrowthWatch, growth_problems
 from scripts.chaos.plan import ChaosSettings, kind_of, plan_of
 from scripts.report import machine, report
+from services.cluster.child import StartError
 from services.logs import configure
 
 MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None  # noqa: S108 - where processes share memory
@@ -94,6 +102,7 @@ class ChaosRun:
         self._count("faults", Counter(f"{one.kind} {kind_of(one.part)}" for one in faults.windows))
         self._count("skipped", faults.skipped)
         self._count("outcomes", paired, "requests")
+        self._count("counted", await reported_counts(cluster, client), "events")
         self._count("restarts", {name: child.num_restarts for name, child in cluster.children.items()}, "restarts")
         moved = [end for end in record.ends if end.num_migrations]
         self._add("migrations", sum(end.num_migrations for end in moved), "streams", len(moved))
@@ -160,7 +169,10 @@ def main() -> None:
         return
     configure("critical", "text")
     chaos = ChaosRun(settings=settings)
-    uvloop.run(chaos.run())
+    try:
+        uvloop.run(chaos.run())
+    except StartError as error:
+        sys.exit(f"chaos: {error}")
     path = Path(file)
     path.parent.mkdir(parents=True, exist_ok=True)
     results = {"settings": asdict(settings), "problems": chaos.problems, "results": chaos.rows}

@@ -122,7 +122,7 @@ def test_unknown_models_paths_and_methods() -> None:
             assert (error["code"], error["param"]) == ("model_not_found", "model")
             assert "huge" in error["message"]
             assert (await here.post()).status_code == 200
-            for path in ("/", "/v1/embeddings", "/v1/completions/", "/%00"):
+            for path in ("/", "/v1/nowhere", "/sleep", "/v1/completions/", "/%00"):
                 response = await here.client.post(path, json={})
                 assert (response.status_code, error_of(response)["code"]) == (404, "not_found")
             for method, path in (("GET", COMPLETIONS), ("DELETE", "/v1/models"), ("POST", "/metrics")):
