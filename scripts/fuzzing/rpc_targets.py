@@ -64,7 +64,7 @@ ENDLESS_S = 0.01  # for methods that go on until the caller leaves
 FINITE_S = 20.0
 RAW_S = 0.05
 NOT_DECLARED = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.DATA_LOSS)
-GOES_ON = ("Watch", "Tail", "History", "Report", "Generate")
+GOES_ON = ("Watch", "WatchDrains", "Tail", "History", "Report", "Generate")
 
 
 class Aborted(Exception):  # noqa: N818 - as gRPC's own

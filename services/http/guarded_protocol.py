@@ -279,7 +279,7 @@ class GuardedProtocol(HttpToolsProtocol):
             if cycle.response_started or not cycle.more_body:
                 cycle.keep_alive = False
                 return
-            cycle.disconnected = True
+            cycle.disconnected, cycle.waiting_for_100_continue = True, False
             cycle.message_event.set()
         error = self._guard.refusal(code)
         body = error.body()
