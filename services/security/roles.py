@@ -108,7 +108,7 @@ ROUTES: tuple[tuple[str, str, Permission], ...] = (
     ("GET", "/instances/*", reads("list_instances")),
     ("POST", "/instances", changes("register_instance")),
     ("PUT", "/instances/*", changes("register_instance")),
-    ("POST", "/instances/*/drain", changes("drain_instance")),
+    ("POST", "/instances/*", changes("drain_instance")),
     ("DELETE", "/instances/*/drain", changes("undrain_instance")),
     ("DELETE", "/instances/*", changes("remove_instance")),
     ("*", "/v1/*", FOR_CLIENTS),
