@@ -30,6 +30,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from random import Random
 
+from scripts.fuzzing.api_bodies import open_api_bodies
 from scripts.fuzzing.engines import open_sse
 from scripts.fuzzing.http_targets import open_http_body, open_http_head
 from scripts.fuzzing.inputs import halves, mutated
@@ -50,6 +51,7 @@ TARGETS: dict[str, Open] = {
     "profile": open_profile,
     "toml": open_toml,
     "kv_params": open_kv_params,
+    "api_bodies": open_api_bodies,
     "journal": open_journal,
 }
 FINDINGS = ROOT / "build" / "fuzz"

@@ -46,7 +46,7 @@ from scripts.chaos.conservation import (
     with_reasons,
 )
 from scripts.chaos.faults import FaultInjector
-from scripts.chaos.growth import GrowthWatch, growth_problems
+from scripts.chaos.growth import MEBIBYTE, GrowthWatch, growth_problems
 from scripts.chaos.plan import ChaosSettings, kind_of, plan_of
 from scripts.report import machine, report
 from services.cluster.child import StartError
@@ -54,7 +54,6 @@ from services.logs import configure
 
 MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None  # noqa: S108 - where processes share memory
 PROGRESS_S = 30.0
-MEBIBYTE = 2**20
 Row = dict[str, object]
 
 
@@ -65,6 +64,7 @@ class ChaosRun:
     settings: ChaosSettings
     rows: list[Row] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    sizes: dict[str, list[tuple[int, int, float, int]]] = field(default_factory=dict)  # of processes over time
 
     async def run(self) -> None:
         """Run the cluster, the load and the plan, and check what has to hold."""
@@ -93,7 +93,7 @@ class ChaosRun:
         left = await left_at_rest(cluster, client)
         counts = with_reasons(record.ends, faults.windows)
         paired, unpaired = await asyncio.to_thread(pairing, cluster, record.ends, faults.windows)
-        grown = watch.fitted()
+        grown, self.sizes = watch.fitted(), watch.series()
         self.problems += end_problems(counts, record.samples)
         self.problems += [f"left: {name} = {value:g}" for name, value in left.items()]
         self.problems += await count_problems(cluster, client, record.ends)
@@ -175,7 +175,7 @@ def main() -> None:
         sys.exit(f"chaos: {error}")
     path = Path(file)
     path.parent.mkdir(parents=True, exist_ok=True)
-    results = {"settings": asdict(settings), "problems": chaos.problems, "results": chaos.rows}
+    results = {"settings": asdict(settings), "problems": chaos.problems, "results": chaos.rows, "sizes": chaos.sizes}
     path.write_text(json.dumps({"bench": "chaos", "machine": machine(), **results}, indent=1) + "\n", encoding="utf-8")
     report("chaos", chaos.rows, as_json=as_json, settings=asdict(settings), problems=chaos.problems)
     for problem in chaos.problems:

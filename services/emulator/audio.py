@@ -27,7 +27,7 @@ def transcription_request(
         raise bad_value(str(error), "file") from None
     if not form.file_bytes:
         raise bad_value("file: Field required", "file")
-    content = int.from_bytes(hashlib.blake2b(data, digest_size=4).digest())
+    content = int.from_bytes(hashlib.blake2b(form.file_head, digest_size=4).digest())
     num_tokens = min(max(1, round(form.audio_s * TOKENS_PER_S)), served.max_model_len // 2)
     body = {"prompt": [content + place for place in range(num_tokens)], "max_tokens": served.max_model_len // 4}
     body |= {"model": form.fields.get("model") or None, "stream": form.fields.get("stream", "").lower() in TRUE}

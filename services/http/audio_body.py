@@ -5,6 +5,7 @@ A transcription is forecast by the length of its audio: of WAV files it is read,
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,8 @@ from python_multipart.multipart import parse_options_header
 from services.http.json_body import MAX_JSON_DEPTH, request_json
 from services.http.json_fields import LONGEST_NAME
 from services.http.openai_body import KV_TRANSFER_PARAMS, OpenAIRequest, request_in
+
+logging.getLogger("python_multipart").setLevel(logging.CRITICAL)  # a bad form is a reply, and no line of the log
 
 FORM = b"multipart/form-data"
 TRANSCRIBE, SPEAK = "transcription", "speech"

@@ -25,7 +25,7 @@ def read_pooling_body(data: Mapping[str, Any]) -> OpenAIRequest:
         return _pooled(data, texts, num_prompts=1, num_messages=len(data["messages"]))
     name = next((name for name in INPUTS if data.get(name) is not None), "input")
     given = data.get(name)
-    if given is None and data.get("images"):
+    if given is None and isinstance(data.get("images"), list) and data["images"]:
         return _pooled(data, [], num_prompts=len(data["images"]))
     inputs = given if isinstance(given, list) and not _is_ids(given) else [given]
     if given is None or given in ([], ""):

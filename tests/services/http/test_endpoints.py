@@ -147,6 +147,7 @@ def test_audio_counts_by_its_length() -> None:
         ("/v1/embeddings", {}, "input"),
         ("/v1/embeddings", {"input": []}, "input"),
         ("/v1/embeddings", {"input": [None]}, "input"),
+        ("/v2/embed", {"images": 5}, "input"),
         ("/v1/rerank", {"query": "x"}, "documents"),
         ("/v1/rerank", {"documents": ["x"]}, "query"),
         ("/v1/rerank", {"query": "x", "documents": []}, "documents"),
@@ -166,7 +167,7 @@ def test_bad_bodies_name_their_field(path: str, fields: dict[str, Any], field: s
         ([("model", b"tiny", "")], b"application/json", "multipart/form-data"),
         ([("model", b"x" * 20_000, "")], None, "model: is longer"),
         ([(f"f{number}", b"x", "") for number in range(65)], None, "at most 64 fields"),
-        ([("vllm_xargs", b"[" * 10_000, "")], None, "vllm_xargs: is nested too deeply"),
+        ([("vllm_xargs", b"[" * 10_000, "")], None, "vllm_xargs: .*nested deeper than"),
     ],
 )
 def test_bad_forms_are_refused(parts: list[tuple[str, bytes, str]], kind: bytes | None, message: str) -> None:
