@@ -18,10 +18,12 @@ from services.logs import log_event
 log = logging.getLogger(__name__)
 
 MAX_AGE_S = 60.0  # of what an instance announces
-TIMEOUT_S = 2.0
+RETRY_S = 5.0  # after which an instance that did not reply is asked again
+TIMEOUT_S = 5.0  # an engine writes its first document slowly
 MAX_INSTANCES = 64  # that are asked
 MAX_DOCUMENT_BYTES = 4 * 2**20
 MAX_PATHS = 256  # of one instance
+NONE: frozenset[str] = frozenset()
 
 # Only paths of inference APIs are passed, and of those none that administers an engine or reaches other requests.
 ALLOWED = re.compile(r"/(?:v1|v2|cohere/v2|inference/v1)/[\w./-]{1,200}|/generative_scoring")
@@ -54,12 +56,15 @@ class AnnouncedPaths:
         """Return the instances that do not announce a path; None where none does."""
         async with self._lock:
             if self._loop.time() >= self._until_s:
-                self._by_instance = await self._asked()
-                self._until_s = self._loop.time() + MAX_AGE_S
+                found = await self._asked()
+                has_all = None not in found.values()
+                known = self._by_instance
+                self._by_instance = {name: known.get(name, NONE) if one is None else one for name, one in found.items()}
+                self._until_s = self._loop.time() + (MAX_AGE_S if has_all else RETRY_S)
         serving = [name for name, paths in self._by_instance.items() if path in paths]
         return [name for name in self._by_instance if name not in serving] if serving else None
 
-    async def _asked(self) -> dict[str, frozenset[str]]:
+    async def _asked(self) -> dict[str, frozenset[str] | None]:
         instances = [(one.instance_id, one.engine_url) for one in await self._instances()]
         some = instances[:MAX_INSTANCES]
         found = await asyncio.gather(*(self._of_engine(url) for _, url in some))
@@ -71,15 +76,16 @@ class AnnouncedPaths:
         except NoSchedulerError:
             return self._last_resort.named()
 
-    async def _of_engine(self, url: str) -> frozenset[str]:
+    async def _of_engine(self, url: str) -> frozenset[str] | None:
+        """Ask an engine; None where it does not reply."""
         try:
             status, body = await self._engines.get(
                 origin_of(url), b"/openapi.json", within_s=TIMEOUT_S, max_bytes=MAX_DOCUMENT_BYTES
             )
-            return paths_in(json.loads(body)) if status == 200 else frozenset()
+            return paths_in(json.loads(body)) if status == 200 else NONE
         except (ConnectionError, TimeoutError, ValueError, RecursionError) as error:
             log_event(log, logging.INFO, "engine announces no paths", engine=url, why=str(error))
-            return frozenset()
+            return None
 
 
 def paths_in(document: Any) -> frozenset[str]:

@@ -122,12 +122,13 @@ def test_messages(served: Served) -> None:
     async def test() -> None:
         async with served.anthropic() as client:
             asked: Any = {"model": MODEL, "messages": HI, "system": "Be brief"}
+            likeliest: Any = {"extra_body": {"temperature": 0}}
             count = await client.messages.count_tokens(**asked)
-            whole = await client.messages.create(max_tokens=NUM_TOKENS, temperature=0, **asked)
+            whole = await client.messages.create(max_tokens=NUM_TOKENS, **likeliest, **asked)
             usage = whole.usage
             assert usage.output_tokens == NUM_TOKENS
             assert usage.input_tokens + (usage.cache_read_input_tokens or 0) == count.input_tokens
-            async with client.messages.stream(max_tokens=NUM_TOKENS, temperature=0, **asked) as stream:
+            async with client.messages.stream(max_tokens=NUM_TOKENS, **likeliest, **asked) as stream:
                 final = await stream.get_final_message()
             assert final.usage.output_tokens == NUM_TOKENS
             assert final.content[0].text == whole.content[0].text  # type: ignore[union-attr]
