@@ -77,16 +77,18 @@ class Clients:
     async def run(self) -> None:
         """Send requests at a rate until the time is over, and wait for all of them."""
         draw = random.Random(f"arrivals {self.settings.seed}")
-        end_s = time.monotonic() + 60.0 * self.settings.minutes
+        due_s = time.monotonic()
+        end_s = due_s + 60.0 * self.settings.minutes
         requests = requests_of(self.settings)
         schedulers = self.cluster.of_kind("scheduler")
         channels = [open_channel(self.cluster.address_of(child.name)) for child in schedulers]
         stubs = [scheduler_pb2_grpc.SchedulerStub(channel) for channel in channels]
         try:
             async with asyncio.TaskGroup() as tasks:
-                while time.monotonic() < end_s:
+                while due_s < end_s:
+                    await asyncio.sleep(max(0.0, due_s - time.monotonic()))
                     tasks.create_task(self._answered(next(requests), stubs))
-                    await asyncio.sleep(draw.expovariate(self.settings.rate))
+                    due_s += draw.expovariate(self.settings.rate)
         finally:
             self._http.close()
             for channel in channels:

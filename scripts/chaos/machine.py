@@ -11,7 +11,7 @@ from pathlib import Path
 DISK_BYTES = 1 << 30  # at most; it takes only the memory of what is written
 SPARE_BYTES = 1 << 16
 FAKETIME = ("libfaketimeMT.so.1", "libfaketime.so.1")
-LIBRARIES = (Path("/usr/lib"), Path("/usr/local/lib"))
+LIBRARIES = (Path("/usr/lib"), Path("/usr/local"))
 
 
 class SmallDisk:
@@ -62,7 +62,7 @@ class WallClocks:
         """Keep an offset for each process in a file of a folder."""
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-        found = [path for name in FAKETIME for place in LIBRARIES for path in sorted(place.glob(f"**/faketime/{name}"))]
+        found = [path for name in FAKETIME for place in LIBRARIES for path in sorted(place.glob(f"*/faketime/{name}"))]
         self._library = found[0] if found else None
         self.why_not = "" if found else "libfaketime is not installed (Debian: libfaketime)"
 

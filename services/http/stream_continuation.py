@@ -108,8 +108,8 @@ class StreamTranscript:
     def __post_init__(self) -> None:
         """Find out how much text engines hold back."""
         if b'"stop"' in self.body:
-            stop = self.data.get("stop") or ()
-            strings = (stop,) if isinstance(stop, str) else stop
+            stop = self.data.get("stop")  # anything: the engine refuses what is no string
+            strings = [stop] if isinstance(stop, str) else stop if isinstance(stop, list) else []
             if not self.data.get("include_stop_str_in_output"):  # vLLM: IncrementalDetokenizer.stop_buffer_length
                 self._num_held_back = max((len(one) - 1 for one in strings if isinstance(one, str)), default=0)
 

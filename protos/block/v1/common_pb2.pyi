@@ -440,7 +440,7 @@ class Request(_message.Message):
     arrival_unix_s: _builtins.float
     """Unix time on the clock of the service that received it; for records"""
     client_id: _builtins.str
-    """the tenant: the name of an API key, or of a flow"""
+    """the tenant: that of an API key, or the name of a flow"""
     weight: _builtins.float
     """above 0, 1 where absent: the value of each token delivered by its deadline"""
     in_s: _builtins.float
