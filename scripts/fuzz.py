@@ -30,6 +30,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from random import Random
 
+from scripts.fuzzing.api_bodies import open_api_bodies
 from scripts.fuzzing.engines import open_sse
 from scripts.fuzzing.http_targets import open_http_body, open_http_head
 from scripts.fuzzing.inputs import halves, mutated
@@ -50,6 +51,7 @@ TARGETS: dict[str, Open] = {
     "profile": open_profile,
     "toml": open_toml,
     "kv_params": open_kv_params,
+    "api_bodies": open_api_bodies,
     "journal": open_journal,
 }
 FINDINGS = ROOT / "build" / "fuzz"
@@ -58,8 +60,9 @@ AUDIT_EVERY = 1000
 WARM_INPUTS = 3000  # after which memory is measured
 MAX_GROWTH_MIB = 128
 MAX_SHRINKS = 2000
+SHRINK_S = 20.0
 MAX_CRASHES = 5
-INDEX = struct.Struct("q")
+PROGRESS = struct.Struct("qq")  # an index, and a number that changes while its input is worked on
 
 
 @dataclass(kw_only=True)
@@ -120,7 +123,7 @@ def supervised(name: str, seed: int, num: int) -> Outcome:
         progress = Path(folder) / "progress"
         first, num_crashes = 0, 0
         while first < num and num_crashes < MAX_CRASHES:
-            progress.write_bytes(INDEX.pack(first))
+            progress.write_bytes(PROGRESS.pack(first, 0))
             part, index, why = _run(name, seed, first, num, progress)
             if part is not None:
                 _add(outcome, part)
@@ -155,14 +158,14 @@ def _run(name: str, seed: int, first: int, num: int, progress: Path) -> tuple[Ou
                 now = progress.read_bytes()
                 if now != seen:
                     seen, since_s = now, time.monotonic()
-                elif time.monotonic() - since_s > 2 * HANG_S:
+                elif time.monotonic() - since_s > 4 * HANG_S:
                     process.kill()
                     process.communicate()
-                    return None, INDEX.unpack(now)[0], "hang"
+                    return None, PROGRESS.unpack(now)[0], "hang"
                 continue
             if process.returncode == 0:
                 return _outcome_in(output), 0, ""
-            return None, INDEX.unpack(progress.read_bytes())[0], f"exit {process.returncode}"
+            return None, PROGRESS.unpack(progress.read_bytes())[0], f"exit {process.returncode}"
 
 
 def _outcome_in(text: str) -> Outcome:
@@ -182,7 +185,7 @@ async def _worked(name: str, seed: int, indices: range, progress: Path) -> Outco
     os.nice(max(0, 10 - os.nice(0)))
     logging.disable(logging.CRITICAL)
     outcome = Outcome(target=name, seed=seed)
-    with progress.open("r+b") as file, mmap.mmap(file.fileno(), INDEX.size) as shown:
+    with progress.open("r+b") as file, mmap.mmap(file.fileno(), PROGRESS.size) as shown:
         async with _opened(name) as target:
             seeds = seeds_of(name)
             start_s = noted_s = time.monotonic()
@@ -191,7 +194,7 @@ async def _worked(name: str, seed: int, indices: range, progress: Path) -> Outco
                     await _tried(target, outcome, data, -1)
             rss_mib = _rss_mib()
             for num, index in enumerate(indices, 1):
-                shown[:] = INDEX.pack(index)
+                shown[:] = PROGRESS.pack(index, num)
                 await _tried(target, outcome, await _made(target, name, seed, index, seeds), index)
                 if num == WARM_INPUTS:
                     rss_mib = _rss_mib()
@@ -253,7 +256,7 @@ async def _error_of(target: Target, data: bytes) -> BaseException | None:
 
 async def _smaller(target: Target, data: bytes, kind: str) -> bytes:
     """Remove what the finding does not need, within bounds."""
-    num = 0
+    num, until_s = 0, time.monotonic() + SHRINK_S
     while num < MAX_SHRINKS:
         for one in halves(data):
             num += 1
@@ -261,8 +264,8 @@ async def _smaller(target: Target, data: bytes, kind: str) -> bytes:
             if error is not None and kind_of(error) == kind:
                 data = one
                 break
-            if num >= MAX_SHRINKS:
-                break
+            if num >= MAX_SHRINKS or time.monotonic() > until_s:
+                return data
         else:
             break
     return data

@@ -15,9 +15,11 @@ from prometheus_client import CollectorRegistry
 
 from protos.block.v1 import scheduler_pb2_grpc
 from services.draining_requests import DrainingRequests
+from services.gateway.announced_paths import AnnouncedPaths
 from services.gateway.app import Gateway
 from services.gateway.context import GatewayContext
 from services.gateway.destinations import Fallback, OutlierDetection
+from services.gateway.kept_responses import KeptResponses
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.models import Models
 from services.gateway.release_queue import ReleaseQueue
@@ -200,6 +202,8 @@ async def serving(
             last_resort=last_resort,
             failed_lately=OutlierDetection(loop.time),
             models=Models(settings.models, schedulers, last_resort, engines),
+            announced=AnnouncedPaths(schedulers, last_resort, engines),
+            kept=KeptResponses(),
             objectives=objectives,
             loop=loop,
             tracer=tracer,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import time
@@ -16,15 +15,17 @@ from protos.block.v1 import common_pb2, scheduler_pb2
 from scheduler.instances import OverloadedError
 from scheduler.placement import Placement
 from services.draining_requests import REMOVED, Stay
-from services.http.client import HttpClient, origin_of
+from services.http.client import Connection, HttpClient, origin_of
+from services.http.continuable import IDS_FIELD
 from services.http.continued_request import BY_TOKEN_IDS, OFF, EarlierPart, continued_request
 from services.http.engine_deaths import POISON, EngineDeaths
 from services.http.kv_transfer import KV_CONNECTORS
 from services.http.openai_body import OpenAIRequest
+from services.http.paths import CHAT
 from services.http.prefill_leg import MAX_FAILED_FETCHES, SKIPPED, HeldBlocks, PrefillLeg
 from services.http.prompt_tokens import PromptSizes
 from services.http.proxying import OK
-from services.http.stream_continuation import CHAT, IDS_FIELD, Continuation, NotContinuableError, StreamTranscript
+from services.http.stream_continuation import Continuation, NotContinuableError, StreamTranscript
 from services.logs import log_event
 from services.placement.driver import PlacementDriver
 from services.placement.generation_spans import GenerationSpans, answer_recorded
@@ -84,6 +85,8 @@ class Generation:
     _num_migrations: int = 0
     _stay: Stay | None = None  # at the instance that answers now
     _leaves: bool = False  # the instance drains, and the stream has been asked to leave it
+    _is_forced: bool = False  # the instance is removed
+    _connection: Connection | None = None  # to the engine that answers now
     _next: tuple[Placement, common_pb2.Decision] | None = None  # of a stream that leaves
     _to_send: EngineRequest = field(init=False)  # with the facts of the request as the last decision has them
 
@@ -113,7 +116,8 @@ class Generation:
                 yield scheduler_pb2.GenerateResponse(decision=decision)
                 async with aclosing(self._streamed(decision, tracker)) as chunks:
                     async for chunk in chunks:
-                        yield scheduler_pb2.GenerateResponse(chunk=chunk)
+                        if chunk is not None:
+                            yield scheduler_pb2.GenerateResponse(chunk=chunk)
                         if self._leaves and await self._moved(decision, tracker):
                             break
             except (ConnectionError, TimeoutError) as error:
@@ -351,7 +355,8 @@ class Generation:
 
     async def _streamed(
         self, decision: common_pb2.Decision, tracker: GenerationTracker
-    ) -> AsyncGenerator[scheduler_pb2.Chunk]:
+    ) -> AsyncGenerator[scheduler_pb2.Chunk | None]:
+        """Yield the answer's chunks, and None where the wait for the next one was interrupted."""
         handle = self.driver.registry.find(decision.instance.instance_id)
         if handle is None:
             raise EngineError("instance was removed from the list")
@@ -359,9 +364,10 @@ class Generation:
             await self._prefill(decision, tracker.entered_s)
         tracker.held = held = self._held
         settings = self.driver.settings
-        self._leaves, forced = False, asyncio.Event()
+        self._leaves = self._is_forced = False
+        self._connection = None
         self._stay = stay = self.driver.requests.enter(
-            decision.instance.instance_id, self._leave if held is None else None, forced.set
+            decision.instance.instance_id, self._leave if held is None else None, self._force
         )
         leg = self.spans.leg(SERVE if held is None else DECODE, decision.instance, decision.policy)
         pieces = stream_answer(
@@ -372,14 +378,17 @@ class Generation:
             prompt=None if held is None else held.prompt,
             sent=tracker.sent,
             received=self._received,
+            opened=self._opened,
         )
         with answer_recorded(leg, tracker):
             try:
                 async with aclosing(pieces) as open_pieces:
                     async for piece in open_pieces:
-                        if forced.is_set():
+                        if self._is_forced:
                             raise EngineError(REMOVED)
                         tracker.received(piece)
+                        if self._leaves and not piece.is_answer():
+                            yield None
                         if piece.is_answer():
                             yield scheduler_pb2.Chunk(
                                 text=piece.text,
@@ -403,8 +412,18 @@ class Generation:
         tracker.finish_reason = common_pb2.FINISH_REASON_LENGTH
         return True
 
+    def _opened(self, connection: Connection) -> None:
+        self._connection = connection
+
     def _leave(self) -> None:
         self._leaves = True
+        if self._connection is not None:
+            self._connection.interrupt()
+
+    def _force(self) -> None:
+        self._is_forced = True
+        if self._connection is not None:
+            self._connection.interrupt()
 
     def _received(self, event: bytes) -> None:
         if self._transcript is not None:

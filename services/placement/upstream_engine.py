@@ -10,15 +10,15 @@ from typing import Any
 from google.protobuf.json_format import MessageToDict
 
 from protos.block.v1 import common_pb2, scheduler_pb2
-from services.http.client import Connection, Headers, HttpClient, origin_of, request_head
+from services.http.client import Connection, Headers, HttpClient, ReadInterruptedError, origin_of, request_head
 from services.http.engine_arguments import arguments_of, with_arguments
 from services.http.kv_transfer import PrefilledPrompt, decode_body
 from services.http.openai_body import KV_TRANSFER_PARAMS, OpenAIRequest, conversation_texts, read_body
+from services.http.paths import CHAT, COMPLETIONS
 from services.http.proxying import OK, SERVER_ERROR
 from services.http.sse import DONE, StreamReader, data_of
 from services.instances import Instance
 
-COMPLETIONS, CHAT = b"/v1/completions", b"/v1/chat/completions"
 MAX_ERROR_BYTES = 64 * 1024
 RETRIABLE = (408, 409, 425, 429)  # client errors that another engine may not return
 
@@ -34,6 +34,9 @@ OTHER_FIELDS = {
 }
 FIXED = {"stream", "stream_options", "n", "best_of", "use_beam_search", "echo", KV_TRANSFER_PARAMS}
 ERROR = "error"  # the reason of an answer that ended in a failure of its engine
+
+
+INTERRUPTED = b""  # no event
 
 
 class EngineError(ConnectionError):
@@ -175,12 +178,14 @@ async def stream_answer(  # noqa: PLR0913 - what an engine is sent, and how
     prompt: PrefilledPrompt | None = None,
     sent: Callable[[float], None] = lambda _: None,
     received: Callable[[bytes], None] = lambda _: None,
+    opened: Callable[[Connection], None] = lambda _: None,
 ) -> AsyncGenerator[StreamChunk]:
     """Send a request to an engine and yield its answer; closing the generator closes the connection.
 
     `waits_s` are the timeouts of the first piece and of each later one. With a prompt that another engine computed, it
-    is a decode leg. `sent` gets the time at which the request had been written, `received` every event. EngineError and
-    TimeoutError where the engine fails, ValueError where it refuses the request.
+    is a decode leg. `sent` gets the time at which the request had been written, `received` every event, `opened` the
+    connection; where a wait for more is interrupted, an empty chunk comes. EngineError and TimeoutError where the
+    engine fails, ValueError where it refuses the request.
     """
     first_s, idle_s = waits_s
     origin = origin_of(instance.engine_url)
@@ -191,9 +196,13 @@ async def stream_answer(  # noqa: PLR0913 - what an engine is sent, and how
     connection = await client.send(origin, head, body, first_s)
     try:
         sent(connection.sent_s)
+        opened(connection)
         if connection.status != OK:
             raise error_of(connection.status, await connection.read_all(idle_s, MAX_ERROR_BYTES))
         async for event in _events(connection, first_s, idle_s):
+            if event == INTERRUPTED:
+                yield StreamChunk()
+                continue
             chunk = _chunk(event)
             received(event)
             if chunk is not None:
@@ -220,7 +229,14 @@ async def _events(connection: Connection, first_s: float, idle_s: float) -> Asyn
     """Yield the data of a stream's events, up to [DONE]."""
     reader = StreamReader()
     wait_s = first_s
-    while piece := await connection.read(wait_s):
+    while True:
+        try:
+            piece = await connection.read(wait_s)
+        except ReadInterruptedError:
+            yield INTERRUPTED
+            continue
+        if not piece:
+            break
         wait_s = idle_s
         for data in data_of(reader.feed(piece)):
             if data == DONE:

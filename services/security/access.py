@@ -194,12 +194,10 @@ def http_credentials(scope: Mapping[str, Any]) -> Credentials:
     """Read what the caller of an HTTP request shows, from its ASGI scope."""
     headers = dict(scope["headers"])
     host, port = scope.get("client") or ("", 0)
-    tls = (scope.get("extensions") or {}).get("tls") or {}
     return Credentials(
         key=key_in(headers),
         peer=f"{host}:{port}" if host else "unix",
         is_local=(not host or is_loopback(host)) and not is_from_other_site(headers),
-        certificate_names=tuple(tls.get("client_cert_names") or ()),
     )
 
 

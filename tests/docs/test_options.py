@@ -22,6 +22,7 @@ from services.cli import block
 from services.cluster.settings import settings_from_file, vllm_from_file
 from services.instances import instances_from_file
 from services.objectives import objectives_from_file
+from services.security.key_file import keys_in
 from simulator.mix import mix_from_file
 from tests.docs.pages import IDS, INLINE, PAGES, ROOT, block_commands, blocks_of, commands_in, inline_of, text_of
 
@@ -124,6 +125,9 @@ def test_settings_files(page: Path, tmp_path: Path) -> None:
             continue
         if "objective" in document:
             assert objectives_from_file(str(file))
+            continue
+        if "key" in document:
+            assert keys_in(one.text, page.name)
             continue
         if "tier" in document:
             assert tiers_in(one.text, page.name)
