@@ -170,8 +170,8 @@ class AccessControl:
         if permission.needed == Role.OPERATOR:
             if self._operator_peers or not credentials.is_local:
                 raise NotAllowedError(
-                    "this is for operators: callers on this machine, or with an operator's key (--api-key-file) or "
-                    "certificate (--operator-peers)"
+                    "this is for operators: callers on this machine, or with an operator's key (--api-key-file), or "
+                    "over gRPC a certificate (--operator-peer)"
                 )
             return Caller(holder=KeyHolder(role=Role.OPERATOR), peer=peer)
         return Caller(holder=KeyHolder(role=permission.needed), peer=peer)
@@ -196,13 +196,16 @@ def key_in(headers: Mapping[bytes, bytes]) -> bytes | None:
 
 
 def http_credentials(scope: Mapping[str, Any]) -> Credentials:
-    """Read what the caller of an HTTP request shows, from its ASGI scope."""
+    """Read what the caller of an HTTP request shows, from its ASGI scope.
+
+    A connection that its client has reset has no address any more, wherever it came from.
+    """
     headers = dict(scope["headers"])
     host, port = scope.get("client") or ("", 0)
     return Credentials(
         key=key_in(headers),
-        peer=f"{host}:{port}" if host else "unix",
-        is_local=(not host or is_loopback(host)) and not is_from_other_site(headers),
+        peer=f"{host}:{port}" if host else "unknown",
+        is_local=is_loopback(host) and not is_from_other_site(headers),
     )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
+import struct
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, aclosing
 from pathlib import Path
@@ -16,13 +18,16 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry
 
 from protos.block.v1 import common_pb2, scheduler_pb2
+from services.http.application import Call
 from services.http.operator_port import OperatorPort, operator_port_served
+from services.http.server import answering, listening
 from services.live_page.pages import live_page_routes
 from services.rpc.channels import open_channel
 from services.rpc.errors import NotAllowedError, UnauthenticatedError, UnknownNameError
 from services.rpc.grpc_channel import GrpcChannel
 from services.rpc.server import ServerSettings
 from services.security.access import (
+    NO_PERMISSION,
     AccessControl,
     Credentials,
     certificate_names,
@@ -30,6 +35,7 @@ from services.security.access import (
     is_from_other_site,
     is_loopback,
 )
+from services.security.access_metrics import AccessMetrics
 from services.security.access_settings import AccessSettings, access_controlled
 from services.security.key_file import keys_in
 from services.security.own_key import OwnKey
@@ -108,6 +114,31 @@ def test_with_certificates() -> None:
     assert certificate_names(names) == ("a", "b", "cn")
     assert certificate_names({**names, "transport_security_type": [b"insecure"]}) == ()
     assert certificate_names({}) == ()
+
+
+def test_a_caller_that_has_left_is_not_local() -> None:
+    """The address of a connection that was reset before it was accepted is unknown, so the caller is no operator."""
+
+    async def test() -> None:
+        registry = CollectorRegistry()
+        changed: list[str] = []
+        app = OperatorPort(registry, AccessControl(metrics=AccessMetrics(registry)))
+
+        async def change(call: Call) -> None:
+            changed.append(call.scope["path"])
+
+        app.routes = {"/instances": {"POST": change}}
+        with listening("127.0.0.1", 0) as listener:
+            listener.listen()
+            with socket.create_connection(listener.getsockname()) as caller:
+                caller.sendall(b"POST /instances HTTP/1.1\r\nhost: localhost\r\ncontent-length: 0\r\n\r\n")
+                caller.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            async with answering(app, listener, 1.0):
+                refused = ("block_access_refused_total", {"reason": NO_PERMISSION})
+                await until(lambda: bool(changed) or registry.get_sample_value(*refused) == 1)
+        assert not changed
+
+    run(test)
 
 
 @pytest.mark.parametrize(
