@@ -42,12 +42,12 @@ RESPONSE_PATH = re.compile(r"/v1/responses/(?P<id>resp_[\w.-]{1,300})(?P<cancel>
 RESPONSE_ROUTES = {"GET": "/v1/responses/{id}", "POST": "/v1/responses/{id}/cancel"}
 ANNOUNCED = "announced"  # the route of paths that instances announce, in metrics
 SAFE_ID = re.compile(r"[\w.-]{1,200}")
-RETURN_IDS = b'"%s":true' % IDS_FIELD.encode()
+RETURN_IDS = {IDS_FIELD: b"true"}
 
 
-def response_name(request_id: str) -> bytes:
-    """Write the field that gives a response an id, by which a sidecar knows the request of its reservation."""
-    return b'"request_id":"resp_%s_%s"' % (request_id.encode(), uuid4().hex[:8].encode())
+def response_name(request_id: str) -> dict[str, bytes]:
+    """Return the field that gives a response an id, by which a sidecar knows the request of its reservation."""
+    return {"request_id": b'"resp_%s_%s"' % (request_id.encode(), uuid4().hex[:8].encode())}
 
 
 class Gateway(Application):
@@ -169,9 +169,9 @@ class Gateway(Application):
                 request.prefix_block_tokens = context.settings.block_tokens
             request.arrival_unix_s = call.arrived_unix_s
             hides_token_ids = context.settings.asks_for_token_ids(openai)
-            client_body = with_fields(body, RETURN_IDS) if hides_token_ids else body
+            client_body = with_fields(body, RETURN_IDS, openai.fields) if hides_token_ids else body
             if openai.is_kept and not openai.names_itself and SAFE_ID.fullmatch(request_id):
-                client_body = with_fields(client_body, response_name(request_id))
+                client_body = with_fields(client_body, response_name(request_id), openai.fields)
             usage = stack.enter_context(self._usage.metered(call, holder, openai, request.prompt_tokens))
             spans = RequestSpans(context.tracer, call.headers, openai, request, call.arrived_unix_s)
             passed = headers_to_pass(call.headers, request_id, with_keys=not self._hides_keys)

@@ -67,7 +67,8 @@ class EngineEndpoint:
 
 
 def _read_unplaced(data: Mapping[str, Any]) -> OpenAIRequest:
-    return request_in({"model": data.get("model")}, [], max_tokens=1, prompt_tokens=1, prefill_only=True)
+    named = {name: value if name == "model" else None for name, value in data.items()}
+    return request_in(named, [], max_tokens=1, prompt_tokens=1, prefill_only=True)
 
 
 def read_any_body(data: Mapping[str, Any]) -> OpenAIRequest:

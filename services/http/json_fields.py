@@ -5,7 +5,8 @@ As everywhere in OpenAI's API, null means that a field is absent.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from services.http.json_body import MAX_JSON_DEPTH, JsonError, request_json
@@ -104,7 +105,15 @@ def description_of(value: Any) -> str:
     return kinds.get(type(value), repr)(value)
 
 
-def with_fields(body: bytes, fields: bytes) -> bytes:
-    """Add fields, written as JSON, to a body that is an object and not empty; the rest is not read again."""
+def with_fields(body: bytes, fields: Mapping[str, bytes], present: Collection[str]) -> bytes:
+    """Set fields, whose values are JSON texts, in a body that is an object with the names `present`.
+
+    It is read again only where it has one of the fields already.
+    """
+    if any(name in present for name in fields):
+        kept = {name: value for name, value in json.loads(body).items() if name not in fields}
+        body = json.dumps(kept, separators=(",", ":")).encode()
     inside = body.index(b"{") + 1
-    return b"%s%s,%s" % (body[:inside], fields, body[inside:])
+    added = b",".join(b'"%s":%s' % (name.encode(), value) for name, value in fields.items())
+    comma = b"," if body.find(b'"', inside) > 0 else b""
+    return b"%s%s%s%s" % (body[:inside], added, comma, body[inside:])

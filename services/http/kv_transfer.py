@@ -154,11 +154,8 @@ def decode_body(body: bytes, prefilled: PrefilledPrompt) -> bytes:
     """Write the body of a decode leg: the original, and what the reply to the prefill leg said, unchanged."""
     if prefilled.params is None:
         return body
-    if _KEY in body:  # perhaps a null of the client's
-        data = json.loads(body)
-        data.pop(KV_TRANSFER_PARAMS, None)
-        body = json.dumps(data).encode()
-    return with_fields(body, b"%s:%s" % (_KEY, prefilled.params))
+    present = (KV_TRANSFER_PARAMS,) if _KEY in body else ()  # perhaps a null of the client's
+    return with_fields(body, {KV_TRANSFER_PARAMS: prefilled.params}, present)
 
 
 def with_cached_tokens(reply: bytes, num: int) -> bytes:

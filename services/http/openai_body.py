@@ -58,6 +58,7 @@ class OpenAIRequest:
     is_kept: bool = False  # the engine keeps its response, which can be requested later
     why_not_continuable: str = ""  # why its stream cannot continue on another engine; empty where it can
     returns_token_ids: bool = False  # the client asks for them
+    fields: frozenset[str] = frozenset()  # the names of all fields of its body
     has_kv_transfer_params: bool = False  # as a field, or in `vllm_xargs`, where vLLM finds them too
 
 
@@ -128,6 +129,7 @@ def request_in(  # noqa: PLR0913 - what endpoints differ in
         hinted_priority=_hinted_priority(hints),
         xargs=xargs_in(data),
         undivided=undivided,
+        fields=frozenset(data),
         **more,
     )
 

@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from protos.block.v1 import common_pb2
 from services.engine_state.xargs import CLASSES as CLASS_NAMES
@@ -218,15 +217,11 @@ def body_to_pass(body: bytes, openai: OpenAIRequest, request: common_pb2.Request
     """
     if not openai.is_object:
         return body
-    added: dict[str, Any] = {}
+    added: dict[str, bytes] = {}
     if openai.priority is None and request.priority != 0:
-        added["priority"] = request.priority
+        added["priority"] = b"%d" % request.priority
     own = openai.xargs or {}
     xargs = with_arguments(own, request, waited_s)
     if xargs != own:
-        if openai.xargs is not None:  # the whole body is written again
-            return json.dumps({**json.loads(body), **added, "vllm_xargs": xargs}).encode()
-        added["vllm_xargs"] = xargs
-    if not added:
-        return body
-    return with_fields(body, json.dumps(added, separators=(",", ":"))[1:-1].encode())
+        added["vllm_xargs"] = json.dumps(xargs, separators=(",", ":")).encode()
+    return with_fields(body, added, openai.fields) if added else body

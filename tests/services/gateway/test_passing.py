@@ -12,6 +12,7 @@ import pytest
 
 from protos.block.v1 import common_pb2
 from services.gateway.server import listening
+from services.http.json_body import request_json
 from tests.services.gateway.stubs import COMPLETION, DONE, LOCAL, STREAM, Call, completes, event, scene, streams
 from tests.services.security.key_files import key
 from tests.services.waiting import LIMIT_S, run
@@ -126,6 +127,21 @@ def test_engine_and_schedulers_get_the_same_priority(given: str) -> None:
             passed = here.engines[0].calls[0].body.decode()
             assert passed == f' {{{added}{fields} , "x":1e2}}'
             assert json.loads(passed).get("priority", 0) == here.scheduler.asked[0].request.priority
+
+    run(test)
+
+
+def test_no_field_is_there_twice() -> None:
+    """What the gateway sets replaces a null or false of the client's."""
+
+    async def test() -> None:
+        async with scene(streams) as here:
+            sent = {"priority": None, "vllm_xargs": None, "return_token_ids": False, "stream": True, "top_k": 1}
+            await here.post(headers={"x-block-priority": "-5", "x-block-weight": "2"}, **sent)
+            assert request_json(here.engines[0].calls[0].body) == {
+                "model": "tiny", "prompt": "Say hello", "stream": True, "top_k": 1, "priority": -5,
+                "vllm_xargs": {"block_weight": 2}, "return_token_ids": True,
+            }  # fmt: skip
 
     run(test)
 

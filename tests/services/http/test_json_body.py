@@ -10,6 +10,7 @@ import pytest
 
 from services.http.errors import ApiError
 from services.http.json_body import JsonError, reply_json, request_json
+from services.http.json_fields import with_fields
 
 
 def nested(depth: int, inside: str = "1") -> str:
@@ -83,3 +84,19 @@ def test_deep_replies_are_no_json() -> None:
     with pytest.raises(ValueError, match="nested"):
         reply_json(nested(5000))
     assert reply_json(b'{"a": NaN}')["a"] != reply_json(b'{"a": 1}')["a"]
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ({}, {"a": 1, "b": [2]}),
+        ({"c": {"a": 5}}, {"a": 1, "b": [2], "c": {"a": 5}}),
+        ({"a": None, "c": "\ud800ü"}, {"a": 1, "b": [2], "c": "\ud800ü"}),
+        ({"a": 0, "b": 0}, {"a": 1, "b": [2]}),
+    ],
+)
+def test_fields_are_set_once(body: dict[str, Any], expected: dict[str, Any]) -> None:
+    """A field that the client sent is replaced, however it is escaped: there may be no second one."""
+    for text in (json.dumps(body), json.dumps(body, indent=1).replace('"a"', '"\\u0061"')):
+        written = with_fields(text.encode(), {"a": b"1", "b": b"[2]"}, body)
+        assert request_json(written) == expected
