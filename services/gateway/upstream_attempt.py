@@ -301,7 +301,7 @@ class UpstreamAttempt:
                 self._reported.CopyFrom(outcome)  # the release names the reason why this attempt ended
             whole = self._as_received(outcome)
             self.incoming.spans.ended(whole)
-            self.incoming.usage.served(whole.prompt_tokens, whole.output_tokens)
+            self._count_use(whole)
         if self._span is not None:
             self._end_span(self._span, outcome)
         if self.destination.policy == LAST_RESORT:
@@ -309,6 +309,13 @@ class UpstreamAttempt:
         return common_pb2.ReleaseRequest(
             request_id=self.incoming.request.request_id, instance_id=self.destination.instance_id, outcome=outcome
         )
+
+    def _count_use(self, whole: common_pb2.Outcome) -> None:
+        """Count what the answer used of the limits of its key; one in the background may still be computed."""
+        usage, is_complete = self.incoming.usage, whole.output_tokens > 0 and whole.finish_reason in COMPLETE
+        usage.served(whole.prompt_tokens, whole.output_tokens)
+        if self.incoming.openai.in_background and self.status == OK and not is_complete:
+            usage.goes_on()
 
     def _as_received(self, outcome: common_pb2.Outcome) -> common_pb2.Outcome:
         """Return the outcome of the whole answer, of which this attempt is the last part."""

@@ -56,6 +56,7 @@ class OpenAIRequest:
     response_id: str = ""  # of the earlier response that it continues, which one engine keeps
     names_itself: bool = False  # its body has the id that the engine gives the response
     is_kept: bool = False  # the engine keeps its response, which can be requested later
+    in_background: bool = False  # the engine may reply before it computes the response
     why_not_continuable: str = ""  # why its stream cannot continue on another engine; empty where it can
     returns_token_ids: bool = False  # the client asks for them
     fields: frozenset[str] = frozenset()  # the names of all fields of its body

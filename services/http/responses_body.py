@@ -17,7 +17,8 @@ def read_response_body(data: Mapping[str, Any]) -> OpenAIRequest:
     """Read a request for a response."""
     messages, has_all = messages_of_response(data)
     tools = data.get("tools")
-    is_kept = data.get("store") is not False or flag_in(data, "background")
+    in_background = flag_in(data, "background")
+    is_kept = data.get("store") is not False or in_background
     earlier = name_in(data, "previous_response_id")
     plain = has_all and not tools and not earlier
     return request_in(
@@ -30,6 +31,7 @@ def read_response_body(data: Mapping[str, Any]) -> OpenAIRequest:
         operation=CONVERSE,
         response_id=earlier,
         is_kept=is_kept,
+        in_background=in_background,
         names_itself=bool(data.get("request_id")),
     )
 

@@ -140,6 +140,10 @@ class MeteredRequest:
         if self.meters:
             self.used = prompt_tokens + output_tokens
 
+    def goes_on(self) -> None:
+        """Note that an engine computes the response after the reply: the tokens it is counted with count as used."""
+        self.used = self.counted
+
     def end(self, now_s: float) -> None:
         """Count the end."""
         for meter in self.meters:

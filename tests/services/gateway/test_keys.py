@@ -121,6 +121,25 @@ def test_rates_are_told_and_kept() -> None:
     run(test)
 
 
+@pytest.mark.parametrize(("reply", "left"), [("queued", 40), ("completed", 90)])
+def test_a_response_in_the_background_counts(reply: str, left: int) -> None:
+    """With its predicted length, where the engine replies before it has computed it; else with what the engine reports."""
+
+    async def answers(call: Call) -> None:
+        usage = {"input_tokens": 7, "output_tokens": 3} if reply == "completed" else None
+        call.whole({"id": "resp_1", "status": reply, "usage": usage})
+
+    async def test() -> None:
+        async with scene(answers, keys=(key("t", tokens_per_minute=100),)) as here:
+            here.scheduler.changes = common_pb2.Decision(tag=common_pb2.Tag(median_tokens=50, estimator="constant"))
+            body = {"model": "tiny", "input": "x", "background": True, "max_output_tokens": 60}
+            assert (await here.client.post("/v1/responses", json=body, headers=bearer("t"))).status_code == 200
+            response = await here.post(headers=bearer("t"), max_tokens=1000)
+            assert abs(int(response.headers["x-ratelimit-remaining-tokens"]) - left) <= 10
+
+    run(test)
+
+
 def test_tenants_share_what_is_under_way() -> None:
     """Requests and tokens under way count for all keys of a tenant until they end, also where clients leave."""
     go = asyncio.Event()
