@@ -66,6 +66,11 @@ class Placing:
         if destination.decision is not None:
             await self.shared.releases.deliver(self._release_of(destination.instance_id))
 
+    def give_back_later(self, destination: Destination) -> None:
+        """Release it without waiting."""
+        if destination.decision is not None:
+            self.shared.releases.put(self._release_of(destination.instance_id))
+
     async def _place(self, leg: common_pb2.Leg.ValueType) -> Destination:
         self.incoming.request.leg = leg
         start_s = time.monotonic()

@@ -91,7 +91,15 @@ class RequestForwarder:
             self.context.kept.note(attempt.body, attempt.destination, self.incoming.owner)
 
     async def _response(self) -> UpstreamAttempt:
-        """Place and send until an engine responds."""
+        """Place and send until an engine responds; no reservation of an unused destination stays."""
+        try:
+            return await self._first_response()
+        finally:
+            if self._found is not None:
+                self.placing.give_back_later(self._found)
+                self._found = None
+
+    async def _first_response(self) -> UpstreamAttempt:
         last: UpstreamAttempt | None = None
         number = 1
         while True:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 
 from protos.block.v1 import common_pb2
+from services.gateway.upstream_attempt import UpstreamAttempt
 from services.http.sse import data_of
 from tests.services.gateway.stubs import Answer, Call, Scene, completes, scene
 from tests.services.gateway.test_migrating import (
@@ -215,6 +216,23 @@ def test_a_request_without_a_response_is_repeated(drain: dict[str, Any]) -> None
             if not drain:
                 assert (ends["e0"].finish_reason, ends["e0"].migration) == (CANCELLED, "planned")
                 assert await results(here) == {"planned": 1}
+
+    run(test)
+
+
+def test_a_place_that_was_found_in_vain_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine fails just after another one was found for its request, which has no attempt left."""
+
+    async def fails(_: UpstreamAttempt, leave: Callable[[], Awaitable[bool]]) -> None:
+        assert await leave()
+        raise ConnectionError("it breaks")
+
+    async def test() -> None:
+        monkeypatch.setattr(UpstreamAttempt, "send", fails)
+        async with scene(completes, completes, attempts=1) as here:
+            assert (await here.post()).status_code == 502
+            released = {(await here.scheduler.released.get()).instance_id for _ in range(2)}
+            assert released == {"e0", "e1"}
 
     run(test)
 
