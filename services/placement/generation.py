@@ -39,6 +39,7 @@ from services.placement.upstream_engine import (
     stream_answer,
 )
 from services.retry_budget import RetryBudget
+from services.rpc.errors import BusyError, UnknownNameError
 from services.rpc.objectives import with_objective
 from services.tracing.request_spans import DECODE, MIGRATIONS, PREFILL, SERVE, end_prefill
 
@@ -48,6 +49,7 @@ MAX_PREFILL_BYTES = 16 * 2**20  # of a reply
 CUT = "length"  # why an answer ends that has as many tokens as it may
 PLANNED, FAILURE = "planned", "failed"  # why another engine continues, as outcomes name it
 LIMIT, BUDGET, NO_INSTANCE = "limit", "migration_budget", "no_instance"  # why none does
+NOT_PLACED = (ConnectionError, ValueError, TimeoutError, UnknownNameError, BusyError)  # errors of decisions
 OF_THE_REST = (  # what a request for the rest of an answer changes
     "_num_migrations", "_earlier", "message", "engine_request", "ask", "_undivided", "_held", "arrived_s", "waited_s",
     "_excluded", "_to_send",
@@ -211,7 +213,7 @@ class Generation:
             self._continue_as(rest, decision, tracker)
             try:
                 self._next = await self._place()
-            except (ConnectionError, ValueError):
+            except NOT_PLACED:
                 for name, value in before.items():
                     setattr(self, name, value)
                 self.migrations.give_back()
@@ -293,7 +295,7 @@ class Generation:
         if self._held is not None:
             try:
                 placement, decision = await self._placed(common_pb2.LEG_DECODE)
-            except (ConnectionError, ValueError):
+            except NOT_PLACED:
                 pass  # no other one, or none that serves such a request
             else:
                 if self._held.may_be_fetched(time.monotonic(), self.driver.settings.hand_over_deadline_s):

@@ -115,7 +115,8 @@ def engine_request_from(message: scheduler_pb2.GenerateRequest) -> EngineRequest
             raise ValueError(f"parameters.{name}: is set by {OTHER_FIELDS[name]}")
         if name in FIXED:
             raise ValueError(f"parameters.{name}: cannot be set here")
-    if KV_TRANSFER_PARAMS in (parameters.get("vllm_xargs") or ()):
+    xargs = parameters.get("vllm_xargs")  # which `read` checks
+    if isinstance(xargs, Mapping) and KV_TRANSFER_PARAMS in xargs:
         raise ValueError(f"parameters.vllm_xargs.{KV_TRANSFER_PARAMS}: cannot be set here")
     path, prompt_fields, prompt = _input(message)
     return EngineRequest(

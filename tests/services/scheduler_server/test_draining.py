@@ -107,6 +107,27 @@ def test_a_stream_that_cannot_move_stays(number: int, settings: dict[str, Any], 
     run(test)
 
 
+def test_a_stream_stays_whose_model_is_listed_no_longer() -> None:
+    """That no instance can take it is no reason to end it."""
+
+    async def test() -> None:
+        async with changing() as (client, source, _, behind):
+            events: list[scheduler_pb2.GenerateResponse] = []
+            task = asyncio.create_task(generating(client, events))
+            await until(lambda: len(events) == 3)
+            source.instances = [replace(one, models=("other",)) for one in source.instances]
+            drain(source)
+            await until(
+                lambda: client.count("block_generate_drain_stays_total", reason="no_instance") == 1 or task.done()
+            )
+            assert behind[0].hold is not None
+            behind[0].hold.set()
+            await task
+            assert text_of(events) == "Once upon a time"
+
+    run(test)
+
+
 def test_what_is_left_ends_when_the_instance_has_to_go() -> None:
     """The stream continues on another engine if it can."""
 

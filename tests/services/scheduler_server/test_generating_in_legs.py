@@ -368,5 +368,6 @@ def test_requests_that_one_engine_serves(decisions: Decisions) -> None:
             assert "parameters.kv_transfer_params: cannot be set here" in named
             named = await refused(client.generate(parameters={"vllm_xargs": {"kv_transfer_params": "x"}}))
             assert "parameters.vllm_xargs.kv_transfer_params: cannot be set here" in named
+            assert "vllm_xargs: must be an object" in await refused(client.generate(parameters={"vllm_xargs": 5}))
 
     run(test)
