@@ -58,7 +58,7 @@ class InstancePages:
 
     async def _one(self, call: Call) -> None:
         """Serve /instances/ID and /instances/ID/drain; in an id, / is written as %2F."""
-        parts = _raw_path(call).split("/")[2:]
+        parts = _raw_path(call).split("/")[2:] or [""]  # none where the / before the id is escaped, too
         instance_id, method = unquote(parts[0]), call.scope["method"]
         if len(parts) == 1 and instance_id:
             if method in ("GET", "HEAD"):

@@ -138,6 +138,7 @@ def test_other_facts_replace_only_if_asked_to() -> None:
     ("method", "path", "body", "status", "message"),
     [
         ("POST", "/instances", {}, 400, "instance_id: is missing"),
+        ("GET", "/instances%2Fa", None, 404, "there is nothing at /instances/a"),
         ("POST", "/instances", [], 400, "body: must be an object"),
         ("POST", "/instances", facts(engine_url="10.0.0.1"), 400, "engine_url: "),
         ("POST", "/instances", facts(sidecar_address="10.0.0.1"), 400, "sidecar_address: "),
