@@ -36,12 +36,15 @@ class KeptResponses:
         return len(self._kept)
 
     def note(self, reply: bytes, destination: Destination, owner: str) -> None:
-        """Note a response by the start of the engine's reply."""
+        """Note a response by the start of the engine's reply, unless another client has one of this id."""
         found = _ID.search(reply[:HEAD_BYTES])
         if found is None:
             return
         response_id = found[1].decode()
-        self._kept.pop(response_id, None)
+        known = self._kept.pop(response_id, None)
+        if known is not None and known.owner != owner:  # a request may name its response as it likes
+            self._kept[response_id] = known
+            return
         if len(self._kept) >= self._max_kept:
             del self._kept[next(iter(self._kept))]
         self._kept[response_id] = KeptResponse(

@@ -130,11 +130,15 @@ def test_a_kept_response_is_requested_and_continued_where_it_is() -> None:
             assert not {"authorization", "x-api-key"} & here.engines[1].calls[-1].headers.keys()
             for path in (f"/v1/responses/{made}", "/v1/responses/resp_unknown"):
                 assert (await here.client.get(path, headers=bob)).status_code == 404
+            named = await here.client.post("/v1/responses", json={**ASK, "request_id": made}, headers=bob)
+            assert (named.status_code, named.json()["id"]) == (200, made)
+            assert (await here.client.get(f"/v1/responses/{made}", headers=bob)).status_code == 404
+            assert (await here.client.get(f"/v1/responses/{made}", headers=ann)).status_code == 200
             lost = await here.client.post("/v1/responses", json=more, headers=bob)
             assert (lost.status_code, lost.json()["error"]["code"]) == (404, "previous_response_not_found")
             wrong = await here.client.delete(f"/v1/responses/{made}", headers=ann)
             assert (wrong.status_code, wrong.headers["allow"]) == (405, "GET")
-            assert await here.metric('block_gateway_requests_total{path="/v1/responses/{id}"') == 4
+            assert await here.metric('block_gateway_requests_total{path="/v1/responses/{id}"') == 6
 
     run(test)
 
