@@ -275,7 +275,7 @@ def test_all_kinds_of_calls_show_the_key(tmp_path: Path) -> None:
                 assert await code_of(stub.ListInstances(scheduler_pb2.ListInstancesRequest())) == "OK"
                 tail = stub.Tail(scheduler_pb2.TailRequest())
                 assert (await anext(aiter(tail))).frame_json
-                tail.cancel()
+                await tail.aclose()
             async with open_channel(address) as channel:
                 stub = type(client)(channel).stub
                 assert await code_of(stub.ListInstances(scheduler_pb2.ListInstancesRequest())) == "UNAUTHENTICATED"
