@@ -38,7 +38,7 @@ from scripts.fuzzing.journals import open_journal
 from scripts.fuzzing.parsers import open_kv_params, open_profile
 from scripts.fuzzing.rpc_targets import open_ext_proc, open_grpc
 from scripts.fuzzing.state_files import open_state_file
-from scripts.fuzzing.targets import ROOT, FoundError, Open, Target, kind_of, seeds_of
+from scripts.fuzzing.targets import ROOT, FoundError, FuzzTarget, Open, kind_of, seeds_of
 from scripts.fuzzing.toml_files import open_toml
 
 TARGETS: dict[str, Open] = {
@@ -76,7 +76,7 @@ class Found:
 
 
 @dataclass(kw_only=True)
-class Outcome:
+class FuzzOutcome:
     """What a target's inputs showed."""
 
     target: str
@@ -116,9 +116,9 @@ def main() -> None:
     sys.exit(any(one.found for one in outcomes))
 
 
-def supervised(name: str, seed: int, num: int) -> Outcome:
+def supervised(name: str, seed: int, num: int) -> FuzzOutcome:
     """Run a target in a process of its own, which may crash or hang."""
-    outcome = Outcome(target=name, seed=seed)
+    outcome = FuzzOutcome(target=name, seed=seed)
     with tempfile.TemporaryDirectory() as folder:
         progress = Path(folder) / "progress"
         first, num_crashes = 0, 0
@@ -131,7 +131,7 @@ def supervised(name: str, seed: int, num: int) -> Outcome:
             num_crashes += 1
             data = asyncio.run(_input(name, seed, index))
             kept = Found(kind=why, file=str(_keep(name, why, data)), index=index)
-            _add(outcome, Outcome(target=name, seed=seed, inputs=index - first + 1, found=[kept]))
+            _add(outcome, FuzzOutcome(target=name, seed=seed, inputs=index - first + 1, found=[kept]))
             print(f"{name}: {why}: {kept.file} (--seed {seed} --only {index})", file=sys.stderr)
             first = index + 1
     rate = outcome.inputs / outcome.seconds if outcome.seconds else 0.0
@@ -143,7 +143,7 @@ def supervised(name: str, seed: int, num: int) -> Outcome:
     return outcome
 
 
-def _run(name: str, seed: int, first: int, num: int, progress: Path) -> tuple[Outcome | None, int, str]:
+def _run(name: str, seed: int, first: int, num: int, progress: Path) -> tuple[FuzzOutcome | None, int, str]:
     """Run one process to its end; return its outcome, or the input that it does not end, and why."""
     command = (
         sys.executable, "-m", "scripts.fuzz", "--worker", str(progress), "--target", name, "--seed", str(seed),
@@ -168,23 +168,23 @@ def _run(name: str, seed: int, first: int, num: int, progress: Path) -> tuple[Ou
             return None, PROGRESS.unpack(progress.read_bytes())[0], f"exit {process.returncode}"
 
 
-def _outcome_in(text: str) -> Outcome:
+def _outcome_in(text: str) -> FuzzOutcome:
     data = json.loads(text.splitlines()[-1])
-    return Outcome(**{**data, "found": [Found(**one) for one in data["found"]]})
+    return FuzzOutcome(**{**data, "found": [Found(**one) for one in data["found"]]})
 
 
-def _add(outcome: Outcome, part: Outcome) -> None:
+def _add(outcome: FuzzOutcome, part: FuzzOutcome) -> None:
     outcome.inputs += part.inputs
     outcome.seconds += part.seconds
     outcome.grown_mib += part.grown_mib
     outcome.found += part.found
 
 
-async def _worked(name: str, seed: int, indices: range, progress: Path) -> Outcome:
+async def _worked(name: str, seed: int, indices: range, progress: Path) -> FuzzOutcome:
     """Feed inputs to a target in this process."""
     os.nice(max(0, 10 - os.nice(0)))
     logging.disable(logging.CRITICAL)
-    outcome = Outcome(target=name, seed=seed)
+    outcome = FuzzOutcome(target=name, seed=seed)
     with progress.open("r+b") as file, mmap.mmap(file.fileno(), PROGRESS.size) as shown:
         async with _opened(name) as target:
             seeds = seeds_of(name)
@@ -213,13 +213,13 @@ async def _worked(name: str, seed: int, indices: range, progress: Path) -> Outco
 
 
 @contextlib.asynccontextmanager
-async def _opened(name: str) -> AsyncIterator[Target]:
+async def _opened(name: str) -> AsyncIterator[FuzzTarget]:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         async with TARGETS[name](Path(folder)) as target:
             yield target
 
 
-async def _made(target: Target, name: str, seed: int, index: int, seeds: list[bytes]) -> bytes:
+async def _made(target: FuzzTarget, name: str, seed: int, index: int, seeds: list[bytes]) -> bytes:
     """Make the input of an index: drawn, mutated, or both."""
     draw = Random(f"{seed}/{name}/{index}")
     how = draw.random()
@@ -229,7 +229,7 @@ async def _made(target: Target, name: str, seed: int, index: int, seeds: list[by
     return mutated(draw, data, seeds) if how < 0.5 else data
 
 
-async def _tried(target: Target, outcome: Outcome, data: bytes, index: int) -> None:
+async def _tried(target: FuzzTarget, outcome: FuzzOutcome, data: bytes, index: int) -> None:
     error = await _error_of(target, data)
     if error is None:
         return
@@ -243,7 +243,7 @@ async def _tried(target: Target, outcome: Outcome, data: bytes, index: int) -> N
     print(f"{outcome.target}: {kind} (--seed {outcome.seed} --only {index})", file=sys.stderr)
 
 
-async def _error_of(target: Target, data: bytes) -> BaseException | None:
+async def _error_of(target: FuzzTarget, data: bytes) -> BaseException | None:
     try:
         async with asyncio.timeout(HANG_S):
             await target.put(data)
@@ -254,7 +254,7 @@ async def _error_of(target: Target, data: bytes) -> BaseException | None:
     return None
 
 
-async def _smaller(target: Target, data: bytes, kind: str) -> bytes:
+async def _smaller(target: FuzzTarget, data: bytes, kind: str) -> bytes:
     """Remove what the finding does not need, within bounds."""
     num, until_s = 0, time.monotonic() + SHRINK_S
     while num < MAX_SHRINKS:
@@ -271,7 +271,7 @@ async def _smaller(target: Target, data: bytes, kind: str) -> bytes:
     return data
 
 
-async def _audited(target: Target, outcome: Outcome, index: int) -> None:
+async def _audited(target: FuzzTarget, outcome: FuzzOutcome, index: int) -> None:
     try:
         async with asyncio.timeout(HANG_S):
             await target.audit()
@@ -282,7 +282,7 @@ async def _audited(target: Target, outcome: Outcome, index: int) -> None:
             print(f"{outcome.target}: {kind} (before --only {index})", file=sys.stderr)
 
 
-def _note(outcome: Outcome, kind: str, data: bytes, index: int) -> None:
+def _note(outcome: FuzzOutcome, kind: str, data: bytes, index: int) -> None:
     outcome.found.append(Found(kind=kind, file=str(_keep(outcome.target, kind, data)), index=index))
 
 

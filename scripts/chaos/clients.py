@@ -8,6 +8,7 @@ import random
 import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from itertools import count, pairwise
 from typing import Any
@@ -222,9 +223,9 @@ class RequestCourse:
         self, stub: scheduler_pb2_grpc.SchedulerStub, message: scheduler_pb2.GenerateRequest, texts: list[str]
     ) -> None:
         usage: list[int] = []
-        call: Any = stub.Generate(message, timeout=TIMEOUT_S)
-        try:
-            async for event in call:
+        stream: Any = stub.Generate(message, timeout=TIMEOUT_S)
+        async with aclosing(stream) as events:
+            async for event in events:
                 if event.HasField("decision"):
                     self.policy = event.decision.policy
                 elif event.HasField("chunk"):
@@ -232,7 +233,5 @@ class RequestCourse:
                     self._times_s.append(time.monotonic())
                 elif event.HasField("outcome"):
                     usage.append(event.outcome.output_tokens)
-        finally:
-            call.cancel()  # unless it has ended
         self.end = compared("".join(texts), usage, self.request)
         self.detail = "".join(texts)

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from scripts.chaos.links import FailingLink
-from scripts.chaos.machine import SmallDisk, WallClocks
+from scripts.chaos.machine import SmallDisk, WallClocks, remove_left_clocks
 from scripts.chaos.plan import CLOCKED, ENGINES_PER_SIDECAR, ChaosSettings, kind_of
 from services.cluster.child import Child, StartError
 from services.cluster.programs import BlockServer
@@ -221,3 +221,4 @@ async def cluster_running(settings: ChaosSettings, folder: Path) -> AsyncIterato
             yield cluster
         finally:
             await cluster.stop()
+            remove_left_clocks()

@@ -25,7 +25,7 @@ SETTLE_S = 5.0  # after a fault, in which recordings may lack a line
 AT_REST: Mapping[str, Sequence[str]] = {
     "predictor": ("block_reservations",),
     "engine": ("vllm:num_requests_running", "vllm:num_requests_waiting"),
-    "scheduler": ("block_held_requests", "block_grpc_requests_in_flight"),
+    "scheduler": ("block_held_requests",),
     "gateway": ("block_gateway_requests_under_way", "block_gateway_releases_waiting"),
 }
 WITHOUT_DECISION = ("next_best", "last_resort_round_robin")  # policies of gateways, while no scheduler decides

@@ -11,6 +11,7 @@ from pathlib import Path
 DISK_BYTES = 1 << 30  # at most; it takes only the memory of what is written
 SPARE_BYTES = 1 << 16
 FAKETIME = ("libfaketimeMT.so.1", "libfaketime.so.1")
+MEMORY = Path("/dev/shm")  # noqa: S108 - where libfaketime shares memory
 LIBRARIES = (Path("/usr/lib"), Path("/usr/local"))
 
 
@@ -86,6 +87,14 @@ class WallClocks:
         fresh = self._folder / f"{part}.new"
         fresh.write_text(f"{offset_s:+d}\n", encoding="ascii")
         fresh.rename(self._folder / part)
+
+
+def remove_left_clocks() -> None:
+    """Remove the shared memory that libfaketime leaves where a process was killed."""
+    for path in MEMORY.glob("*faketime_s*_*"):
+        pid = path.name.rpartition("_")[2]
+        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
+            path.unlink(missing_ok=True)
 
 
 def _run(*command: str) -> str:

@@ -62,7 +62,7 @@ async def lenient_answers(call: Call) -> None:
 
 
 @dataclass(kw_only=True)
-class Reply:
+class SentReply:
     """What an application sent."""
 
     status: int = 0
@@ -72,9 +72,9 @@ class Reply:
 
 async def ask(  # noqa: PLR0917 - a request
     app: Application, method: str, path: str, headers: Headers, pieces: list[bytes], leaves: float
-) -> Reply:
+) -> SentReply:
     """Make a request without a connection; the client `leaves` after some seconds, or when it has the reply."""
-    reply, gone = Reply(), asyncio.Event()
+    reply, gone = SentReply(), asyncio.Event()
     waiting = iter(pieces)
     left = len(pieces)
 

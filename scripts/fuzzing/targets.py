@@ -17,7 +17,7 @@ class FoundError(AssertionError):
     """An input shows what must not happen."""
 
 
-class Target(Protocol):
+class FuzzTarget(Protocol):
     """Reads inputs; `name` is that of its folder of seeds."""
 
     async def drawn(self, draw: Random) -> bytes:
@@ -30,9 +30,9 @@ class Target(Protocol):
         """Check that nothing is left of the inputs, and that a valid one is served."""
 
 
-Opened = AbstractAsyncContextManager[Target]
+Opened = AbstractAsyncContextManager[FuzzTarget]
 Open = Callable[[Path], Opened]  # with a folder for files
-OpenTarget = Callable[[Path], AsyncIterator[Target]]
+OpenTarget = Callable[[Path], AsyncIterator[FuzzTarget]]
 
 
 def seeds_of(name: str) -> list[bytes]:

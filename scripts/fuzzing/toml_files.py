@@ -57,7 +57,11 @@ def policy_of(data: bytes) -> object:
 
 def scenario_of(data: bytes) -> object:
     """Read a scenario."""
-    return scenario_from(tomllib.loads(data.decode()))
+    try:
+        table = tomllib.loads(data.decode())
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    return scenario_from(table)
 
 
 @asynccontextmanager

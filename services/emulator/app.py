@@ -37,7 +37,7 @@ from services.emulator.openai import (
     request_from,
 )
 from services.emulator.other_apis import OtherApis
-from services.emulator.replies import CompletionReply, Reply
+from services.emulator.replies import CompletionReply, ReplyWriter
 from services.emulator.responses import ResponsesReply, ResponseStore
 from services.emulator.side_channel import TransferError
 from services.emulator.transfer_params import RemoteBlocks
@@ -258,7 +258,7 @@ class Emulator(Application):
             reply = self._reply(job.request).whole(job.cached_tokens, job.kv_transfer_params)
             await call.reply(200, JSON, reply)
 
-    def _reply(self, request: ParsedRequest) -> Reply:
+    def _reply(self, request: ParsedRequest) -> ReplyWriter:
         created_s = int(time.time())
         if request.kind == RESPONSE:
             return ResponsesReply(request, created_s, self.responses)

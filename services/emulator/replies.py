@@ -12,7 +12,7 @@ FINGERPRINT = "block-emulator"
 TEXT = "\0"  # placeholder of an event's text while the rest of the event is written
 
 
-class Reply(Protocol):
+class ReplyWriter(Protocol):
     """Writes one response."""
 
     def at_once(self) -> bytes:

@@ -13,15 +13,19 @@ from protos.block.v1 import common_pb2
 from services.gateway.destinations import Fallback
 from services.gateway.schedulers import NoSchedulerError, SchedulerClient
 from services.http.client import HttpClient, origin_of
+from services.http.errors import ApiError
 from services.logs import log_event
 
 log = logging.getLogger(__name__)
 
 MAX_AGE_S = 60.0  # of what an instance announces
-TIMEOUT_S = 2.0
+RETRY_S = 5.0  # after which an instance that did not reply is asked again
+TIMEOUT_S = 30.0  # an engine writes its first document slowly
+WAIT_S = 5.0  # of a request for what instances announce
 MAX_INSTANCES = 64  # that are asked
 MAX_DOCUMENT_BYTES = 4 * 2**20
 MAX_PATHS = 256  # of one instance
+NONE: frozenset[str] = frozenset()
 
 # Only paths of inference APIs are passed, and of those none that administers an engine or reaches other requests.
 ALLOWED = re.compile(r"/(?:v1|v2|cohere/v2|inference/v1)/[\w./-]{1,200}|/generative_scoring")
@@ -48,18 +52,41 @@ class AnnouncedPaths:
         self._loop = asyncio.get_running_loop()
         self._until_s = 0.0
         self._by_instance: Mapping[str, frozenset[str]] = {}
-        self._lock = asyncio.Lock()
+        self._asking: asyncio.Task[None] | None = None
 
     async def others(self, path: str) -> list[str] | None:
-        """Return the instances that do not announce a path; None where none does."""
-        async with self._lock:
-            if self._loop.time() >= self._until_s:
-                self._by_instance = await self._asked()
-                self._until_s = self._loop.time() + MAX_AGE_S
-        serving = [name for name, paths in self._by_instance.items() if path in paths]
+        """Return the instances that do not announce a path; None where none does.
+
+        ApiError where that is not known yet.
+        """
+        if self._loop.time() >= self._until_s and self._asking is None:
+            self._asking = asyncio.create_task(self._ask())
+        serving = self._serving(path)
+        if not serving and self._asking is not None:
+            await asyncio.wait([self._asking], timeout=WAIT_S)
+            serving = self._serving(path)
+            if not serving and self._asking is not None:
+                raise ApiError(503, "the instances have not yet announced what they serve; retry later")
         return [name for name in self._by_instance if name not in serving] if serving else None
 
-    async def _asked(self) -> dict[str, frozenset[str]]:
+    def _serving(self, path: str) -> list[str]:
+        return [name for name, paths in self._by_instance.items() if path in paths]
+
+    def close(self) -> None:
+        """Ask no longer."""
+        if self._asking is not None:
+            self._asking.cancel()
+
+    async def _ask(self) -> None:
+        """Ask all instances; one that does not reply keeps what it announced before."""
+        try:
+            found, known = await self._asked(), self._by_instance
+            self._by_instance = {name: known.get(name, NONE) if one is None else one for name, one in found.items()}
+            self._until_s = self._loop.time() + (RETRY_S if None in found.values() else MAX_AGE_S)
+        finally:
+            self._asking = None
+
+    async def _asked(self) -> dict[str, frozenset[str] | None]:
         instances = [(one.instance_id, one.engine_url) for one in await self._instances()]
         some = instances[:MAX_INSTANCES]
         found = await asyncio.gather(*(self._of_engine(url) for _, url in some))
@@ -71,15 +98,16 @@ class AnnouncedPaths:
         except NoSchedulerError:
             return self._last_resort.named()
 
-    async def _of_engine(self, url: str) -> frozenset[str]:
+    async def _of_engine(self, url: str) -> frozenset[str] | None:
+        """Ask an engine; None where it does not reply."""
         try:
             status, body = await self._engines.get(
                 origin_of(url), b"/openapi.json", within_s=TIMEOUT_S, max_bytes=MAX_DOCUMENT_BYTES
             )
-            return paths_in(json.loads(body)) if status == 200 else frozenset()
+            return paths_in(json.loads(body)) if status == 200 else NONE
         except (ConnectionError, TimeoutError, ValueError, RecursionError) as error:
             log_event(log, logging.INFO, "engine announces no paths", engine=url, why=str(error))
-            return frozenset()
+            return None
 
 
 def paths_in(document: Any) -> frozenset[str]:

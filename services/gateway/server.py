@@ -188,6 +188,7 @@ async def serving(
         stack.push_async_callback(requests.close)
         following_drains = asyncio.create_task(supervised("drains", lambda: schedulers.follow_drains(requests.follow)))
         stack.callback(following_drains.cancel)
+        announced = AnnouncedPaths(schedulers, last_resort, engines)
         context = GatewayContext(
             settings=settings,
             metrics=metrics,
@@ -202,7 +203,7 @@ async def serving(
             last_resort=last_resort,
             failed_lately=OutlierDetection(loop.time),
             models=Models(settings.models, schedulers, last_resort, engines),
-            announced=AnnouncedPaths(schedulers, last_resort, engines),
+            announced=announced,
             kept=KeptResponses(),
             objectives=objectives,
             loop=loop,
@@ -216,5 +217,6 @@ async def serving(
                     port=port, gateway=gateway, scheduler_port=scheduler_port, metrics_port=metrics_port
                 )
         finally:
+            announced.close()
             engines.close()
             await releases.flush(FLUSH_S)

@@ -31,7 +31,7 @@ class ReplyFormat:
 
     output: re.Pattern[bytes]
     prompt: re.Pattern[bytes]
-    cached: re.Pattern[bytes] | None = None  # tokens of the prompt that `prompt` does not count
+    cached: tuple[re.Pattern[bytes], ...] = ()  # tokens of the prompt that `prompt` does not count
     reason: re.Pattern[bytes]
     reasons: Mapping[bytes, Reason]
     otherwise: Reason = UNSPECIFIED  # of a whole reply without a reason
@@ -53,9 +53,9 @@ class ReplyFormat:
         """Return the last counts of the prompt and the answer, where a part of a reply has them."""
         outputs, prompts = self.output.findall(text), self.prompt.findall(text)
         prompt = int(prompts[-1]) if prompts else None
-        if prompt is not None and self.cached is not None:
-            cached = self.cached.findall(text)
-            prompt += int(cached[-1]) if cached else 0
+        for pattern in self.cached if prompt is not None else ():
+            cached = pattern.findall(text)
+            prompt = (prompt or 0) + (int(cached[-1]) if cached else 0)
         return prompt, int(outputs[-1]) if outputs else 0
 
     def last_name(self, events: bytes) -> bytes:
@@ -93,7 +93,10 @@ RESPONSES_FORMAT = ReplyFormat(
 MESSAGES_FORMAT = ReplyFormat(
     output=re.compile(rb'"output_tokens"\s*:\s*(\d{1,9})\b'),
     prompt=re.compile(rb'"input_tokens"\s*:\s*(\d{1,9})\b'),
-    cached=re.compile(rb'"cache_read_input_tokens"\s*:\s*(\d{1,9})\b'),
+    cached=(
+        re.compile(rb'"cache_read_input_tokens"\s*:\s*(\d{1,9})\b'),
+        re.compile(rb'"cache_creation_input_tokens"\s*:\s*(\d{1,9})\b'),
+    ),
     reason=re.compile(rb'"stop_reason"\s*:\s*"(\w+)"'),
     reasons={b"end_turn": STOP, b"stop_sequence": STOP, b"tool_use": STOP, b"max_tokens": LENGTH},
     token_mark=b"event: content_block_delta\ndata:",

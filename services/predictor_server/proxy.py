@@ -16,6 +16,7 @@ from services.http.application import JSON, REQUEST_ID, Application, Call, Endpo
 from services.http.client import ConnectError, Connection, Headers, HttpClient, Origin, request_head
 from services.http.endpoints import ENDPOINTS, UNPLACED, EngineEndpoint
 from services.http.errors import ApiError
+from services.http.json_body import reply_json
 from services.http.json_fields import LONGEST_NAME
 from services.http.prompt_tokens import PromptSizes
 from services.http.proxying import is_event_stream, without_hops
@@ -153,7 +154,7 @@ class Proxy(Application):
             if connection.status in (404, 405):
                 self._counts_prompts = False
                 log_event(log, logging.INFO, "prompt lengths are estimated: the engine has no /tokenize")
-            count = json.loads(reply)["count"] if connection.status == 200 else None
+            count = reply_json(reply)["count"] if connection.status == 200 else None
         except (ConnectionError, TimeoutError, ValueError, KeyError, TypeError):
             return
         if type(count) is int and count > 0:

@@ -75,7 +75,7 @@ def _tag(data: Mapping[str, Any], body: OpenAIRequest) -> Tag | None:
         if tokens is not None and isinstance(extra, dict):
             return Tag(median_tokens=float(tokens), spread=float(extra.get(TAG_SPREAD, 0.0)))
         return Tag(median_tokens=float(body.expected_tokens)) if body.expected_tokens else None
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
 
 

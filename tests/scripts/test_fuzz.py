@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from scripts.fuzz import TARGETS, Outcome, _audited, _made, _opened, _tried, supervised
+from scripts.fuzz import TARGETS, FuzzOutcome, _audited, _made, _opened, _tried, supervised
 from scripts.fuzzing.inputs import halves, mutated
 from scripts.fuzzing.parsers import Parser
 from scripts.fuzzing.targets import SEEDS, seeds_of
@@ -16,9 +16,9 @@ from scripts.fuzzing.targets import SEEDS, seeds_of
 FEW = {"state_file": 60, "grpc": 60, "ext_proc": 60, "sse": 60, "http_body": 80, "http_head": 80}
 
 
-async def fed(name: str, num: int) -> Outcome:
+async def fed(name: str, num: int) -> FuzzOutcome:
     """Feed the seeds and some inputs to a target in this process."""
-    outcome, seeds = Outcome(target=name, seed=1), seeds_of(name)
+    outcome, seeds = FuzzOutcome(target=name, seed=1), seeds_of(name)
     async with _opened(name) as target:
         for data in seeds:
             await _tried(target, outcome, data, -1)
@@ -59,7 +59,7 @@ def test_a_finding_is_kept_small_and_once(monkeypatch: pytest.MonkeyPatch, tmp_p
             raise ValueError("declared")
 
     target = Parser(name="toml", draw=lambda draw: draw.randbytes(50), read=read, valid=b"")
-    outcome = Outcome(target="toml", seed=0)
+    outcome = FuzzOutcome(target="toml", seed=0)
 
     async def test() -> None:
         for data in (b"aaaaaaaaaaaaxbbbbbbb", b"y", b"ok", b"zzzxzzz"):

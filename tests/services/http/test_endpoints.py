@@ -210,7 +210,7 @@ MESSAGE = (
     named("content_block_delta", delta={"text": "b"}),
     named("content_block_stop", index=0),
     named("message_delta", delta={"stop_reason": "max_tokens"},
-          usage={"input_tokens": 5, "cache_read_input_tokens": 16, "output_tokens": 2}),
+          usage={"input_tokens": 5, "cache_read_input_tokens": 12, "cache_creation_input_tokens": 4, "output_tokens": 2}),
     named("message_stop"),
 )  # fmt: skip
 RESPONSE = (

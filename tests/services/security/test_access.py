@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, aclosing
 from pathlib import Path
 from typing import Any
 
@@ -273,9 +273,8 @@ def test_all_kinds_of_calls_show_the_key(tmp_path: Path) -> None:
             async with open_channel(address, OwnKey(key="sk-op")) as channel:
                 stub: Any = type(client)(channel).stub
                 assert await code_of(stub.ListInstances(scheduler_pb2.ListInstancesRequest())) == "OK"
-                tail = stub.Tail(scheduler_pb2.TailRequest())
-                assert (await anext(aiter(tail))).frame_json
-                await tail.aclose()
+                async with aclosing(aiter(stub.Tail(scheduler_pb2.TailRequest()))) as tail:
+                    assert (await anext(tail)).frame_json
             async with open_channel(address) as channel:
                 stub = type(client)(channel).stub
                 assert await code_of(stub.ListInstances(scheduler_pb2.ListInstancesRequest())) == "UNAUTHENTICATED"

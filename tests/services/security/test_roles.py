@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from unittest import mock
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from protos.block.v1 import predictor_pb2, provisioner_pb2, scheduler_pb2, tagger_pb2
 from protos.envoy.v3 import external_processor_pb2
+from services.gateway.app import Gateway
+from services.http.operator_port import OperatorPort
 from services.live_page.pages import LivePage
+from services.placement.instance_pages import InstancePages
+from services.security.access import AccessControl
 from services.security.roles import (
     FOR_ANYONE,
     FOR_CLIENTS,
@@ -37,31 +43,23 @@ def methods() -> Iterator[str]:
                 yield f"/{service.full_name}/{method.name}"
 
 
-def routes() -> Iterator[tuple[str, str]]:
-    """List the routes in the source: keys of dictionaries that are paths, whose values are keyed by HTTP methods."""
+def applications() -> list[Mapping[str, Mapping[str, object]]]:
+    """Return the routes of all applications that check callers: gateways and the ports of operators."""
+    gateway = Gateway(mock.MagicMock(), AccessControl())
+    port = OperatorPort(CollectorRegistry())
+    return [gateway.routes, port.routes, LivePage(mock.Mock()).routes, InstancePages(mock.Mock(), mock.Mock()).routes]
+
+
+def routes_in_sources() -> Iterator[tuple[str, str]]:
+    """List the routes that any source writes out: keys of dictionaries that are paths, with HTTP methods in them."""
     for path in sorted(SERVICES.rglob("*.py")):
         if any(engine in str(path) for engine in ENGINES):
             continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if not isinstance(node, ast.Dict):
-                continue
-            for key, value in zip(node.keys, node.values, strict=True):
+            for key, value in zip(node.keys, node.values, strict=True) if isinstance(node, ast.Dict) else ():
                 verbs = [one.value for one in getattr(value, "keys", ()) if isinstance(one, ast.Constant)]
-                if isinstance(value, ast.Dict) and verbs and set(verbs) <= VERBS:
-                    yield from ((verb, text) for text in paths_of(key) for verb in verbs)
-
-
-def paths_of(key: ast.expr | None) -> list[str]:
-    """Return the path that an expression stands for; `x` stands for a variable part."""
-    if isinstance(key, ast.Constant) and isinstance(key.value, str):
-        return [key.value]
-    if isinstance(key, ast.JoinedStr):
-        named = {"PAGE": "/ui"}
-        return ["".join(
-            str(part.value) if isinstance(part, ast.Constant) else named.get(ast.unparse(part.value), "x")
-            for part in key.values
-        )]  # fmt: skip
-    return [f"/unknown/{ast.unparse(key)}" if key is not None else "/unknown"]
+                if verbs and set(verbs) <= VERBS and isinstance(key, ast.Constant) and isinstance(key.value, str):
+                    yield from ((verb, key.value) for verb in verbs)
 
 
 def test_every_method_has_a_role() -> None:
@@ -72,11 +70,14 @@ def test_every_method_has_a_role() -> None:
 
 
 def test_every_route_has_a_role() -> None:
-    """All routes that the sources name are in the table."""
-    pages = LivePage(None).routes
-    found = [*routes(), *((verb, path) for path, verbs in pages.items() for verb in verbs)]
-    assert {("GET", "/metrics"), ("POST", "/v1/completions"), ("GET", "/ui/tail"), ("GET", "/ui")} <= set(found)
-    assert [route for route in found if permission_of_route(*route) is None] == []
+    """All routes of all applications, and all that any source writes out, are in the table."""
+    served = {(verb, path) for routes in applications() for path, verbs in routes.items() for verb in verbs}
+    assert {
+        ("GET", "/metrics"), ("POST", "/v1/completions"), ("GET", "/ui/tail"), ("GET", "/ui/page.js"), ("POST", "/instances"),
+    } <= served  # fmt: skip
+    written = set(routes_in_sources())
+    assert ("GET", "/metrics") in written
+    assert [route for route in served | written if permission_of_route(*route) is None] == []
 
 
 def test_who_may_change_or_see_what() -> None:
