@@ -10,7 +10,8 @@ import argparse
 import asyncio
 import json
 import random
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any, cast
 
 import grpc
@@ -29,6 +30,8 @@ PROMPT_BYTES = 2048
 FIRST_MS, GAPS_MS = 40, (8, 9, 10, 11, 12)  # an engine's pace
 COMPLETIONS = b"/v1/completions"
 TOKEN_BYTES = 4
+
+DRAINS_EVERY_S = 5.0
 
 
 def main() -> None:
@@ -245,6 +248,15 @@ class InTurn(scheduler_pb2_grpc.SchedulerServicer):
             next_best=[one for number, one in enumerate(self._instances) if number != here],
         )
         return scheduler_pb2.ScheduleResponse(decision=decision)
+
+    async def WatchDrains(  # noqa: N802 - the wire's name
+        self, request: scheduler_pb2.WatchDrainsRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[scheduler_pb2.WatchDrainsResponse]:
+        """Say that no instance drains."""
+        del request, context
+        while True:
+            yield scheduler_pb2.WatchDrainsResponse(now_unix_s=time.time())
+            await asyncio.sleep(DRAINS_EVERY_S)
 
     def _refuse(self, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         """Refuse a call that the bench does not make."""
