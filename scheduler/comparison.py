@@ -56,7 +56,8 @@ class Comparison:
     chosen: Candidate | int = NONE
     answers: Mapping[str, Answer] = EMPTY
     chosen_columns: Mapping[str, Column] = EMPTY  # the forecast of an instance that was chosen without one
-    in_s = 0.0  # until the leg arrives
+    leg = SERVE  # that instances are asked about
+    in_s = 0.0  # until it arrives
     is_patient = False  # the request must leave the deadlines of others alone, and has none to miss itself
     _order: list[int] | None = None  # best first
 
@@ -65,11 +66,10 @@ class Comparison:
     kept: Mapping[str, Kept] = EMPTY
     kept_s = 0.0  # when these were kept
 
-    def __init__(self, policy: Policy, instances: InstanceDirectory, leg: str = SERVE) -> None:
-        """Start without a candidate; instances are asked about a leg."""
+    def __init__(self, policy: Policy, instances: InstanceDirectory) -> None:
+        """Start without a candidate."""
         self.policy = policy
         self.instances = instances
-        self.leg = leg
 
     # Forecasts and scores.
 
@@ -292,14 +292,17 @@ class Comparison:
 
     def reservation(self, *, conditional: bool) -> Reserve:
         """Return the intention to reserve at the chosen instance; a `conditional` one fails if others came first."""
-        chosen, instance_id = self.chosen, self.chosen_id
+        chosen, compared = self.chosen, self.compared
         if_version = if_epoch = forecast = None
         if isinstance(chosen, Candidate):
+            instance_id = chosen.instance_id
             if chosen.forecast is not None and conditional:
                 if_version, if_epoch = chosen.version + chosen.num_reserved_since, chosen.epoch
             row = self.instances.table.row_of.get(instance_id, NONE)
             return Reserve(instance_id, row, if_version, if_epoch, None, *self.leg_at(NONE))
-        assert self.compared is not None
+        assert compared is not None
+        row = compared.row(chosen)
+        instance_id = compared.known.instance_ids[row]
         if self.forecasts is not None:
             answer, since = self.forecasts[chosen], (self.since or [])[chosen]
             forecast = self.corrected()[chosen] if since else answer.forecast
@@ -309,7 +312,6 @@ class Comparison:
                 if_version, if_epoch = answer.version + since, answer.epoch
         elif self.answers:
             forecast = self.answers[instance_id].forecast
-        row = self.compared.row(chosen)
         return Reserve(instance_id, row, if_version, if_epoch, forecast, *self.leg_at(chosen))
 
     @property

@@ -64,13 +64,14 @@ class Decision:
         self.core = core
         self.request = request
         self.policy = policy
-        self.comparison = self._compares(policy, core.instances, request.leg)
+        self.comparison = self._compares(policy, core.instances)
         if request.leg != SERVE:
-            self._pool = POOL_OF[request.leg]
+            self.comparison.leg, self._pool = request.leg, POOL_OF[request.leg]
 
     def _reset(self) -> None:
         """Forget an attempt."""
-        self.comparison, self._asked = self._compares(self.policy, self.core.instances, self.request.leg), None
+        self.comparison, self._asked = self._compares(self.policy, self.core.instances), None
+        self.comparison.leg = self.request.leg
         if self.admission is not None:
             self.comparison.is_patient = self.admission.is_patient
 
@@ -184,7 +185,8 @@ class Decision:
             rows = instances.rows_without(rows, unhealthy)
             comparison.others = {candidate.instance_id: candidate for candidate in unhealthy}
         known = instances.table.candidates(request.indicators, now_s, rows)
-        core.look_up(request, policy, known)
+        if policy.needs_prefix or policy.needs_session:
+            core.look_up(request, policy, known)
         if self.admission is not None:
             worth_asking = self.admission.worth_asking(known, now_s)
             if worth_asking is None:
@@ -273,16 +275,15 @@ class Decision:
         comparison = self.comparison
         compared = comparison.compared
         assert compared is not None
-        instance_id = compared.instance_id(best)
         instances, rules = self.core.instances, self.core.rules
-        if instances.suspects and instance_id in instances.by_id:
-            instances.by_id[instance_id].engine.allows(now_s)
+        if instances.suspects and (status := instances.by_id.get(compared.instance_id(best))) is not None:
+            status.engine.allows(now_s)
         if self._num_failed >= rules.max_failed_reservations:
             return self._placed(None, now_s)
-        asks = rules.forecast_always or self._forecasts_anyway
-        if asks and not self.policy.needs_forecast and instance_id not in comparison.answers:
+        asks = (rules.forecast_always or self._forecasts_anyway) and not self.policy.needs_forecast
+        if asks and compared.instance_id(best) not in comparison.answers:
             return Ask(compared.only(np.array([best], np.intp)), (), False, *comparison.leg_at(best))
-        return self._reserve()
+        return comparison.reservation(conditional=self.num_conflicts < rules.max_conflicts)
 
     def _reserve(self) -> Reserve:
         """Have the chosen instance reserve the request; after too many conflicts, whatever has changed there."""

@@ -7,7 +7,7 @@ kind, 16 requests concurrently, prompts of 2 KB, streams of 16 events:
 - `clients`: clients connect by HTTPS, everything behind the gateway is plain text;
 - `every_link`: HTTPS to engines and TLS to the scheduler as well, with certificates of both sides.
 
-`cpu_ms_per_request` is of engines that answer at once, over connections that are kept; `.new_connection` has a
+`cpu_ms_per_request` is of engines that answer at once, over connections that are kept; `new_connection_…` has a
 connection, and with TLS a handshake, for each request. `ttft_ms` is of engines at an engine's pace. A number is the
 median over the rounds, of the processor time (user and system) of the gateway's process.
 """
@@ -92,15 +92,20 @@ async def measured(gateways: dict[str, Running], nums: dict[str, int], rounds: i
             values["cpu_ms_per_request", name, "ms"].append(sample.cpu_ms())
             values["requests_per_s", name, "requests/s"].append(sample.rate())
             sample = await load_through(new, [gateway], [at_once] * nums["new"], AT_A_TIME)
-            values["cpu_ms_per_request", f"{name}.new_connection", "ms"].append(sample.cpu_ms())
+            values["new_connection_cpu_ms_per_request", name, "ms"].append(sample.cpu_ms())
             sample = await load_through(kept, [gateway], bodies, AT_A_TIME, spread_s=0.1)
             for quantity, fraction in (("p50", 0.5), ("p99", 0.99)):
                 values["ttft_ms", f"{name}.{quantity}", "ms"].append(quantile(sample.ttft_ms, fraction))
     kept.close()
     new.close()
-    of = {"ttft_ms": nums["paced"], "cpu_ms_per_request": nums["kept"], "requests_per_s": nums["kept"]}
+    of = {"ttft_ms": "paced", "new_connection_cpu_ms_per_request": "new"}
     return [
-        {"name": f"{what}.{name}", "value": statistics.median(found), "unit": unit, "n": of[what] * rounds}
+        {
+            "name": f"{what}.{name}",
+            "value": statistics.median(found),
+            "unit": unit,
+            "n": nums[of.get(what, "kept")] * rounds,
+        }
         for (what, name, unit), found in sorted(values.items())
     ]
 

@@ -30,6 +30,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from random import Random
 
+from scripts.fuzzing.api_bodies import open_api_bodies
 from scripts.fuzzing.engines import open_sse
 from scripts.fuzzing.http_targets import open_http_body, open_http_head
 from scripts.fuzzing.inputs import halves, mutated
@@ -37,7 +38,7 @@ from scripts.fuzzing.journals import open_journal
 from scripts.fuzzing.parsers import open_kv_params, open_profile
 from scripts.fuzzing.rpc_targets import open_ext_proc, open_grpc
 from scripts.fuzzing.state_files import open_state_file
-from scripts.fuzzing.targets import ROOT, FoundError, Open, Target, kind_of, seeds_of
+from scripts.fuzzing.targets import ROOT, FoundError, FuzzTarget, Open, kind_of, seeds_of
 from scripts.fuzzing.toml_files import open_toml
 
 TARGETS: dict[str, Open] = {
@@ -50,6 +51,7 @@ TARGETS: dict[str, Open] = {
     "profile": open_profile,
     "toml": open_toml,
     "kv_params": open_kv_params,
+    "api_bodies": open_api_bodies,
     "journal": open_journal,
 }
 FINDINGS = ROOT / "build" / "fuzz"
@@ -58,8 +60,9 @@ AUDIT_EVERY = 1000
 WARM_INPUTS = 3000  # after which memory is measured
 MAX_GROWTH_MIB = 128
 MAX_SHRINKS = 2000
+SHRINK_S = 20.0
 MAX_CRASHES = 5
-INDEX = struct.Struct("q")
+PROGRESS = struct.Struct("qq")  # an index, and a number that changes while its input is worked on
 
 
 @dataclass(kw_only=True)
@@ -73,7 +76,7 @@ class Found:
 
 
 @dataclass(kw_only=True)
-class Outcome:
+class FuzzOutcome:
     """What a target's inputs showed."""
 
     target: str
@@ -113,14 +116,14 @@ def main() -> None:
     sys.exit(any(one.found for one in outcomes))
 
 
-def supervised(name: str, seed: int, num: int) -> Outcome:
+def supervised(name: str, seed: int, num: int) -> FuzzOutcome:
     """Run a target in a process of its own, which may crash or hang."""
-    outcome = Outcome(target=name, seed=seed)
+    outcome = FuzzOutcome(target=name, seed=seed)
     with tempfile.TemporaryDirectory() as folder:
         progress = Path(folder) / "progress"
         first, num_crashes = 0, 0
         while first < num and num_crashes < MAX_CRASHES:
-            progress.write_bytes(INDEX.pack(first))
+            progress.write_bytes(PROGRESS.pack(first, 0))
             part, index, why = _run(name, seed, first, num, progress)
             if part is not None:
                 _add(outcome, part)
@@ -128,7 +131,7 @@ def supervised(name: str, seed: int, num: int) -> Outcome:
             num_crashes += 1
             data = asyncio.run(_input(name, seed, index))
             kept = Found(kind=why, file=str(_keep(name, why, data)), index=index)
-            _add(outcome, Outcome(target=name, seed=seed, inputs=index - first + 1, found=[kept]))
+            _add(outcome, FuzzOutcome(target=name, seed=seed, inputs=index - first + 1, found=[kept]))
             print(f"{name}: {why}: {kept.file} (--seed {seed} --only {index})", file=sys.stderr)
             first = index + 1
     rate = outcome.inputs / outcome.seconds if outcome.seconds else 0.0
@@ -140,7 +143,7 @@ def supervised(name: str, seed: int, num: int) -> Outcome:
     return outcome
 
 
-def _run(name: str, seed: int, first: int, num: int, progress: Path) -> tuple[Outcome | None, int, str]:
+def _run(name: str, seed: int, first: int, num: int, progress: Path) -> tuple[FuzzOutcome | None, int, str]:
     """Run one process to its end; return its outcome, or the input that it does not end, and why."""
     command = (
         sys.executable, "-m", "scripts.fuzz", "--worker", str(progress), "--target", name, "--seed", str(seed),
@@ -155,34 +158,34 @@ def _run(name: str, seed: int, first: int, num: int, progress: Path) -> tuple[Ou
                 now = progress.read_bytes()
                 if now != seen:
                     seen, since_s = now, time.monotonic()
-                elif time.monotonic() - since_s > 2 * HANG_S:
+                elif time.monotonic() - since_s > 4 * HANG_S:
                     process.kill()
                     process.communicate()
-                    return None, INDEX.unpack(now)[0], "hang"
+                    return None, PROGRESS.unpack(now)[0], "hang"
                 continue
             if process.returncode == 0:
                 return _outcome_in(output), 0, ""
-            return None, INDEX.unpack(progress.read_bytes())[0], f"exit {process.returncode}"
+            return None, PROGRESS.unpack(progress.read_bytes())[0], f"exit {process.returncode}"
 
 
-def _outcome_in(text: str) -> Outcome:
+def _outcome_in(text: str) -> FuzzOutcome:
     data = json.loads(text.splitlines()[-1])
-    return Outcome(**{**data, "found": [Found(**one) for one in data["found"]]})
+    return FuzzOutcome(**{**data, "found": [Found(**one) for one in data["found"]]})
 
 
-def _add(outcome: Outcome, part: Outcome) -> None:
+def _add(outcome: FuzzOutcome, part: FuzzOutcome) -> None:
     outcome.inputs += part.inputs
     outcome.seconds += part.seconds
     outcome.grown_mib += part.grown_mib
     outcome.found += part.found
 
 
-async def _worked(name: str, seed: int, indices: range, progress: Path) -> Outcome:
+async def _worked(name: str, seed: int, indices: range, progress: Path) -> FuzzOutcome:
     """Feed inputs to a target in this process."""
     os.nice(max(0, 10 - os.nice(0)))
     logging.disable(logging.CRITICAL)
-    outcome = Outcome(target=name, seed=seed)
-    with progress.open("r+b") as file, mmap.mmap(file.fileno(), INDEX.size) as shown:
+    outcome = FuzzOutcome(target=name, seed=seed)
+    with progress.open("r+b") as file, mmap.mmap(file.fileno(), PROGRESS.size) as shown:
         async with _opened(name) as target:
             seeds = seeds_of(name)
             start_s = noted_s = time.monotonic()
@@ -191,7 +194,7 @@ async def _worked(name: str, seed: int, indices: range, progress: Path) -> Outco
                     await _tried(target, outcome, data, -1)
             rss_mib = _rss_mib()
             for num, index in enumerate(indices, 1):
-                shown[:] = INDEX.pack(index)
+                shown[:] = PROGRESS.pack(index, num)
                 await _tried(target, outcome, await _made(target, name, seed, index, seeds), index)
                 if num == WARM_INPUTS:
                     rss_mib = _rss_mib()
@@ -210,13 +213,13 @@ async def _worked(name: str, seed: int, indices: range, progress: Path) -> Outco
 
 
 @contextlib.asynccontextmanager
-async def _opened(name: str) -> AsyncIterator[Target]:
+async def _opened(name: str) -> AsyncIterator[FuzzTarget]:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         async with TARGETS[name](Path(folder)) as target:
             yield target
 
 
-async def _made(target: Target, name: str, seed: int, index: int, seeds: list[bytes]) -> bytes:
+async def _made(target: FuzzTarget, name: str, seed: int, index: int, seeds: list[bytes]) -> bytes:
     """Make the input of an index: drawn, mutated, or both."""
     draw = Random(f"{seed}/{name}/{index}")
     how = draw.random()
@@ -226,7 +229,7 @@ async def _made(target: Target, name: str, seed: int, index: int, seeds: list[by
     return mutated(draw, data, seeds) if how < 0.5 else data
 
 
-async def _tried(target: Target, outcome: Outcome, data: bytes, index: int) -> None:
+async def _tried(target: FuzzTarget, outcome: FuzzOutcome, data: bytes, index: int) -> None:
     error = await _error_of(target, data)
     if error is None:
         return
@@ -240,7 +243,7 @@ async def _tried(target: Target, outcome: Outcome, data: bytes, index: int) -> N
     print(f"{outcome.target}: {kind} (--seed {outcome.seed} --only {index})", file=sys.stderr)
 
 
-async def _error_of(target: Target, data: bytes) -> BaseException | None:
+async def _error_of(target: FuzzTarget, data: bytes) -> BaseException | None:
     try:
         async with asyncio.timeout(HANG_S):
             await target.put(data)
@@ -251,9 +254,9 @@ async def _error_of(target: Target, data: bytes) -> BaseException | None:
     return None
 
 
-async def _smaller(target: Target, data: bytes, kind: str) -> bytes:
+async def _smaller(target: FuzzTarget, data: bytes, kind: str) -> bytes:
     """Remove what the finding does not need, within bounds."""
-    num = 0
+    num, until_s = 0, time.monotonic() + SHRINK_S
     while num < MAX_SHRINKS:
         for one in halves(data):
             num += 1
@@ -261,14 +264,14 @@ async def _smaller(target: Target, data: bytes, kind: str) -> bytes:
             if error is not None and kind_of(error) == kind:
                 data = one
                 break
-            if num >= MAX_SHRINKS:
-                break
+            if num >= MAX_SHRINKS or time.monotonic() > until_s:
+                return data
         else:
             break
     return data
 
 
-async def _audited(target: Target, outcome: Outcome, index: int) -> None:
+async def _audited(target: FuzzTarget, outcome: FuzzOutcome, index: int) -> None:
     try:
         async with asyncio.timeout(HANG_S):
             await target.audit()
@@ -279,7 +282,7 @@ async def _audited(target: Target, outcome: Outcome, index: int) -> None:
             print(f"{outcome.target}: {kind} (before --only {index})", file=sys.stderr)
 
 
-def _note(outcome: Outcome, kind: str, data: bytes, index: int) -> None:
+def _note(outcome: FuzzOutcome, kind: str, data: bytes, index: int) -> None:
     outcome.found.append(Found(kind=kind, file=str(_keep(outcome.target, kind, data)), index=index))
 
 

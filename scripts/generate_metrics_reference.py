@@ -37,8 +37,8 @@ PARTS = {
     "tagger_server": "Length tagger",
     "provisioner_server": "Provisioner",
     "rpc": "Every gRPC server",
+    "security": "Every server: TLS, keys, roles, audit log",
     "http": "Every HTTP server: gateways, mirrors' proxies, metrics ports",
-    "security": "TLS, of every process with certificates",
     "emulator": "Emulated engine",
 }
 

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from scripts.processes import Running
-from scripts.stand_ins import COMPLETIONS, NUM_EVENTS
+from scripts.stand_ins import NUM_EVENTS
 from services.http.client import HttpClient, Origin, origin_of, request_head
+from services.http.paths import COMPLETIONS
 from services.http.sse import StreamReader
 
 HEADERS = [(b"content-type", b"application/json")]

@@ -19,6 +19,7 @@ import httptools
 import uvloop
 
 from protos.block.v1 import common_pb2, predictor_pb2, scheduler_pb2, scheduler_pb2_grpc
+from services.http.paths import COMPLETIONS
 from services.security.certificates import Certificates
 from services.security.settings import NO_TLS, TlsSettings
 
@@ -28,7 +29,6 @@ NUM_EVENTS = 16
 NUM_BLOCKS = 1024  # that a prefill leg leaves
 PROMPT_BYTES = 2048
 FIRST_MS, GAPS_MS = 40, (8, 9, 10, 11, 12)  # an engine's pace
-COMPLETIONS = b"/v1/completions"
 TOKEN_BYTES = 4
 
 DRAINS_EVERY_S = 5.0
@@ -262,7 +262,7 @@ class InTurn(scheduler_pb2_grpc.SchedulerServicer):
         """Refuse a call that the bench does not make."""
         raise NotImplementedError
 
-    Generate = Explain = ListInstances = UsePolicy = Tail = _refuse
+    Generate = Explain = ListInstances = UsePolicy = Tail = WatchDrains = _refuse
 
     async def Release(  # noqa: N802 - the wire's name
         self,

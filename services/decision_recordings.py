@@ -11,11 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from google.protobuf.json_format import ParseDict, ParseError
-
 from predictor.lengths import Tag
 from predictor.request import RequestFacts
 from protos.block.v1 import common_pb2
+from services.rpc.json_form import message_from
 from simulator.progress import followed
 
 EVENTS = ("decision", "outcome")
@@ -157,6 +156,6 @@ def _lines(path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 def _parsed(place: str, value: Any, message: Any) -> Any:
     try:
-        return ParseDict(value if isinstance(value, dict) else {}, message, ignore_unknown_fields=True)
-    except ParseError as error:
+        return message_from(value if isinstance(value, dict) else {}, message)
+    except ValueError as error:
         raise ValueError(f"{place}: {error}") from None

@@ -37,16 +37,23 @@ import uvloop
 
 from scripts.chaos.clients import ClientRecord, Clients
 from scripts.chaos.cluster import ChaosCluster, cluster_running
-from scripts.chaos.conservation import count_problems, end_problems, left_at_rest, pairing, with_reasons
+from scripts.chaos.conservation import (
+    count_problems,
+    end_problems,
+    left_at_rest,
+    pairing,
+    reported_counts,
+    with_reasons,
+)
 from scripts.chaos.faults import FaultInjector
-from scripts.chaos.growth import GrowthWatch, growth_problems
+from scripts.chaos.growth import MEBIBYTE, GrowthWatch, growth_problems
 from scripts.chaos.plan import ChaosSettings, kind_of, plan_of
 from scripts.report import machine, report
+from services.cluster.child import StartError
 from services.logs import configure
 
 MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None  # noqa: S108 - where processes share memory
 PROGRESS_S = 30.0
-MEBIBYTE = 2**20
 Row = dict[str, object]
 
 
@@ -57,6 +64,7 @@ class ChaosRun:
     settings: ChaosSettings
     rows: list[Row] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    sizes: dict[str, list[tuple[int, int, float, int]]] = field(default_factory=dict)  # of processes over time
 
     async def run(self) -> None:
         """Run the cluster, the load and the plan, and check what has to hold."""
@@ -85,7 +93,7 @@ class ChaosRun:
         left = await left_at_rest(cluster, client)
         counts = with_reasons(record.ends, faults.windows)
         paired, unpaired = await asyncio.to_thread(pairing, cluster, record.ends, faults.windows)
-        grown = watch.fitted()
+        grown, self.sizes = watch.fitted(), watch.series()
         self.problems += end_problems(counts, record.samples)
         self.problems += [f"left: {name} = {value:g}" for name, value in left.items()]
         self.problems += await count_problems(cluster, client, record.ends)
@@ -94,6 +102,7 @@ class ChaosRun:
         self._count("faults", Counter(f"{one.kind} {kind_of(one.part)}" for one in faults.windows))
         self._count("skipped", faults.skipped)
         self._count("outcomes", paired, "requests")
+        self._count("counted", await reported_counts(cluster, client), "events")
         self._count("restarts", {name: child.num_restarts for name, child in cluster.children.items()}, "restarts")
         moved = [end for end in record.ends if end.num_migrations]
         self._add("migrations", sum(end.num_migrations for end in moved), "streams", len(moved))
@@ -160,10 +169,13 @@ def main() -> None:
         return
     configure("critical", "text")
     chaos = ChaosRun(settings=settings)
-    uvloop.run(chaos.run())
+    try:
+        uvloop.run(chaos.run())
+    except StartError as error:
+        sys.exit(f"chaos: {error}")
     path = Path(file)
     path.parent.mkdir(parents=True, exist_ok=True)
-    results = {"settings": asdict(settings), "problems": chaos.problems, "results": chaos.rows}
+    results = {"settings": asdict(settings), "problems": chaos.problems, "results": chaos.rows, "sizes": chaos.sizes}
     path.write_text(json.dumps({"bench": "chaos", "machine": machine(), **results}, indent=1) + "\n", encoding="utf-8")
     report("chaos", chaos.rows, as_json=as_json, settings=asdict(settings), problems=chaos.problems)
     for problem in chaos.problems:

@@ -8,6 +8,7 @@ import random
 import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from itertools import count, pairwise
 from typing import Any
@@ -77,16 +78,18 @@ class Clients:
     async def run(self) -> None:
         """Send requests at a rate until the time is over, and wait for all of them."""
         draw = random.Random(f"arrivals {self.settings.seed}")
-        end_s = time.monotonic() + 60.0 * self.settings.minutes
+        due_s = time.monotonic()
+        end_s = due_s + 60.0 * self.settings.minutes
         requests = requests_of(self.settings)
         schedulers = self.cluster.of_kind("scheduler")
         channels = [open_channel(self.cluster.address_of(child.name)) for child in schedulers]
         stubs = [scheduler_pb2_grpc.SchedulerStub(channel) for channel in channels]
         try:
             async with asyncio.TaskGroup() as tasks:
-                while time.monotonic() < end_s:
+                while due_s < end_s:
+                    await asyncio.sleep(max(0.0, due_s - time.monotonic()))
                     tasks.create_task(self._answered(next(requests), stubs))
-                    await asyncio.sleep(draw.expovariate(self.settings.rate))
+                    due_s += draw.expovariate(self.settings.rate)
         finally:
             self._http.close()
             for channel in channels:
@@ -220,9 +223,9 @@ class RequestCourse:
         self, stub: scheduler_pb2_grpc.SchedulerStub, message: scheduler_pb2.GenerateRequest, texts: list[str]
     ) -> None:
         usage: list[int] = []
-        call: Any = stub.Generate(message, timeout=TIMEOUT_S)
-        try:
-            async for event in call:
+        stream: Any = stub.Generate(message, timeout=TIMEOUT_S)
+        async with aclosing(stream) as events:
+            async for event in events:
                 if event.HasField("decision"):
                     self.policy = event.decision.policy
                 elif event.HasField("chunk"):
@@ -230,7 +233,5 @@ class RequestCourse:
                     self._times_s.append(time.monotonic())
                 elif event.HasField("outcome"):
                     usage.append(event.outcome.output_tokens)
-        finally:
-            call.cancel()  # unless it has ended
         self.end = compared("".join(texts), usage, self.request)
         self.detail = "".join(texts)

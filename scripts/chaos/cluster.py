@@ -7,6 +7,7 @@ import json
 import os
 import shlex
 import signal
+import sys
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -14,9 +15,9 @@ from functools import partial
 from pathlib import Path
 
 from scripts.chaos.links import FailingLink
-from scripts.chaos.machine import SmallDisk, WallClocks
-from scripts.chaos.plan import ENGINES_PER_SIDECAR, ChaosSettings, kind_of
-from services.cluster.child import Child
+from scripts.chaos.machine import SmallDisk, WallClocks, remove_left_clocks
+from scripts.chaos.plan import CLOCKED, ENGINES_PER_SIDECAR, ChaosSettings, kind_of
+from services.cluster.child import Child, StartError
 from services.cluster.programs import BlockServer
 
 MODEL = "tiny"
@@ -110,7 +111,8 @@ class ChaosCluster:
     # Starting and stopping.
 
     async def start(self) -> None:
-        """Start all processes, from the back to the front."""
+        """Start all processes, from the back to the front; StartError if one does not serve."""
+        await warm()
         tables = self.folder / "chaos.toml"
         tables.write_text(TABLES, encoding="utf-8")
         common = ("--config", str(tables), "--host", HOST)
@@ -146,7 +148,8 @@ class ChaosCluster:
                     os.killpg(pid, signal.SIGKILL)
 
     def _child(self, name: str, *arguments: str) -> Child:
-        return Child(name, program=BlockServer(arguments=arguments, environment=self.clocks.environment(name)))
+        environment = self.clocks.environment(name) if kind_of(name) in CLOCKED else {}
+        return Child(name, program=BlockServer(arguments=arguments, environment=environment))
 
     def _sidecars(self, common: tuple[str, ...]) -> list[Child]:
         sidecars = []
@@ -189,10 +192,22 @@ class ChaosCluster:
             async with limit:
                 await child.start()
 
-        async with asyncio.TaskGroup() as tasks:
-            for child in children:
-                self.children[child.name] = child
-                tasks.create_task(start(child))
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for child in children:
+                    self.children[child.name] = child
+                    tasks.create_task(start(child))
+        except* StartError as errors:
+            raise errors.exceptions[0] from None
+
+
+async def warm() -> None:
+    """Compile the kernels, so that no process has to when it starts."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "services.cli", "warm", stdout=asyncio.subprocess.DEVNULL
+    )
+    if await process.wait():
+        raise StartError("the kernels cannot be compiled: see block warm")
 
 
 @asynccontextmanager
@@ -206,3 +221,4 @@ async def cluster_running(settings: ChaosSettings, folder: Path) -> AsyncIterato
             yield cluster
         finally:
             await cluster.stop()
+            remove_left_clocks()

@@ -25,18 +25,33 @@ SETTLE_S = 5.0  # after a fault, in which recordings may lack a line
 AT_REST: Mapping[str, Sequence[str]] = {
     "predictor": ("block_reservations",),
     "engine": ("vllm:num_requests_running", "vllm:num_requests_waiting"),
-    "scheduler": ("block_held_requests", "block_grpc_requests_in_flight"),
+    "scheduler": ("block_held_requests",),
     "gateway": ("block_gateway_requests_under_way", "block_gateway_releases_waiting"),
 }
 WITHOUT_DECISION = ("next_best", "last_resort_round_robin")  # policies of gateways, while no scheduler decides
+REPORTED: Mapping[str, Mapping[str, str]] = {  # metrics, each with a label
+    "gateway": {
+        "block_gateway_migrations_total": "result",
+        "block_gateway_retries_total": "why",
+        "block_gateway_last_resort_total": "how",
+        "block_gateway_scheduler_failures_total": "code",
+        "block_gateway_releases_total": "result",
+    },
+    "scheduler": {
+        "block_decisions_total": "basis",
+        "block_sidecar_failures_total": "kind",
+        "block_generate_attempts_total": "result",
+        "block_recorded_lines_total": "result",
+    },
+    "predictor": {"block_reservations_ended_total": "how"},
+}
 COMPLETIONS = ("/v1/completions", "/v1/chat/completions")
 
-# Faults after which the recording of a scheduler, or a report to it, may lack a line.
+# Faults after which the recording of a scheduler, or a report to it, may lack a line; and a restart of the gateway.
 LOSES_LINES = {
     "kill": ("scheduler",),
     "stop": ("scheduler",),
     "crawl": ("scheduler",),
-    "restart": ("gateway",),
     "full_disk": ("disk",),
 }
 
@@ -101,6 +116,17 @@ async def count_problems(cluster: ChaosCluster, client: httpx.AsyncClient, ends:
     return problems
 
 
+async def reported_counts(cluster: ChaosCluster, client: httpx.AsyncClient) -> Counter[str]:
+    """Return what the processes that are left count about failures, by the labels of each metric."""
+    counts: Counter[str] = Counter()
+    for kind, names in REPORTED.items():
+        for child in cluster.of_kind(kind):
+            for name, labels, value in await samples_of(client, child) or []:
+                if label := names.get(name):
+                    counts[f"{name}.{labels[label]}"] += round(value)
+    return +counts
+
+
 def with_reasons(ends: Iterable[RequestEnd], windows: Sequence[FaultWindow]) -> Counter[str]:
     """Count requests by their end; a stream of a scheduler that was killed meanwhile could not continue."""
     counts: Counter[str] = Counter()
@@ -144,7 +170,7 @@ def pairing(
             counts["outcome recorded"] += 1
         elif end.policy in WITHOUT_DECISION:
             counts["placed without a decision"] += 1
-        elif cause := cause_of(windows, end, LOSES_LINES, settle_s=SETTLE_S):
+        elif cause := cause_of(windows, end, {**LOSES_LINES, "restart": (end.sent_to,)}, settle_s=SETTLE_S):
             counts[f"not recorded: {cause}"] += 1
         else:
             counts["missing"] += 1
@@ -156,11 +182,12 @@ def pairing(
 def cause_of(
     windows: Sequence[FaultWindow], end: RequestEnd, faults: Mapping[str, Sequence[str]], *, settle_s: float
 ) -> str:
-    """Return a fault of these kinds and parts that happened during a request, or shortly before or after it."""
-    for window in windows:
-        is_of_part = {window.part, kind_of(window.part)} & set(faults.get(window.kind, ()))
-        if is_of_part and window.start_s - settle_s <= end.end_s and end.start_s <= window.end_s + settle_s:
-            return f"{window.kind} {kind_of(window.part)}"
+    """Return the first fault of these kinds and parts that happened during a request, or shortly before or after it."""
+    for kind, parts in faults.items():
+        for window in windows:
+            is_one = window.kind == kind and (window.part in parts or kind_of(window.part) in parts)
+            if is_one and window.start_s - settle_s <= end.end_s and end.start_s <= window.end_s + settle_s:
+                return f"{kind} {kind_of(window.part)}"
     return ""
 
 

@@ -13,7 +13,8 @@ from statistics import linear_regression
 
 from services.cluster.child import Child
 
-EVERY_S = 5.0
+EVERY_S, SERIES_S = 5.0, 60.0
+MEBIBYTE = 2**20
 MAX_GROWTH = 0.02  # of the resident memory, over the last two thirds of the time
 MAX_MORE_FILES = 16.0  # over the same time
 MIN_JUDGED_S = 600.0  # memory of a shorter run is reported, and not judged: processes are still warming up
@@ -63,6 +64,16 @@ class GrowthWatch:
     def resident_bytes(self) -> int:
         """The memory of all processes, by their last sizes."""
         return sum(sizes[-1].resident_bytes for sizes in self.sizes.values() if sizes)
+
+    def series(self) -> dict[str, list[tuple[int, int, float, int]]]:
+        """Return sizes about once a minute: seconds from the start, process id, MiB and open files."""
+        return {
+            part: [
+                (round(one.at_s - self.start_s), one.pid, round(one.resident_bytes / MEBIBYTE, 1), one.num_files)
+                for one in sizes[:: round(SERIES_S / EVERY_S)]
+            ]
+            for part, sizes in self.sizes.items()
+        }
 
     def fitted(self) -> list[FittedGrowth]:
         """Fit the growth of every process that has lived through the last two thirds of the time."""

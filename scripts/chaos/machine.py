@@ -11,7 +11,8 @@ from pathlib import Path
 DISK_BYTES = 1 << 30  # at most; it takes only the memory of what is written
 SPARE_BYTES = 1 << 16
 FAKETIME = ("libfaketimeMT.so.1", "libfaketime.so.1")
-LIBRARIES = (Path("/usr/lib"), Path("/usr/local/lib"))
+MEMORY = Path("/dev/shm")  # noqa: S108 - where libfaketime shares memory
+LIBRARIES = (Path("/usr/lib"), Path("/usr/local"))
 
 
 class SmallDisk:
@@ -62,7 +63,7 @@ class WallClocks:
         """Keep an offset for each process in a file of a folder."""
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-        found = [path for name in FAKETIME for place in LIBRARIES for path in sorted(place.glob(f"**/faketime/{name}"))]
+        found = [path for name in FAKETIME for place in LIBRARIES for path in sorted(place.glob(f"*/faketime/{name}"))]
         self._library = found[0] if found else None
         self.why_not = "" if found else "libfaketime is not installed (Debian: libfaketime)"
 
@@ -86,6 +87,14 @@ class WallClocks:
         fresh = self._folder / f"{part}.new"
         fresh.write_text(f"{offset_s:+d}\n", encoding="ascii")
         fresh.rename(self._folder / part)
+
+
+def remove_left_clocks() -> None:
+    """Remove the shared memory that libfaketime leaves where a process was killed."""
+    for path in MEMORY.glob("*faketime_s*_*"):
+        pid = path.name.rpartition("_")[2]
+        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
+            path.unlink(missing_ok=True)
 
 
 def _run(*command: str) -> str:

@@ -12,8 +12,8 @@ from scripts.chaos.cluster import MAX_MODEL_LEN, MODEL
 from scripts.chaos.plan import ChaosSettings
 from services.emulator.answers import AnswerLengths, EmulatedAnswer
 from services.emulator.openai import CHAT, COMPLETION, Served, request_from
+from services.http.continuable import why_not_continuable
 from services.http.sse import DONE, data_of
-from services.http.stream_continuation import why_not_continuable
 
 WORDS = ("tide", "wind", "salt", "gull", "mast", "rope", "sand", "reef", "foam", "keel")
 SERVED = Served(model=MODEL, max_model_len=MAX_MODEL_LEN, lengths=AnswerLengths())

@@ -6,9 +6,9 @@ from random import Random
 from typing import Any
 
 from scripts.fuzzing.inputs import NUMBERS, TEXTS, Values, any_json, document, written
+from services.http.paths import CHAT, COMPLETIONS
 from services.http.request_facts import READ
 
-COMPLETIONS, CHAT = b"/v1/completions", b"/v1/chat/completions"
 MESSAGES = (
     {"role": "user", "content": "Say hello"},
     {"role": "system", "content": [{"type": "text", "text": "Be short"}]},

@@ -14,7 +14,6 @@ from typing import Any
 
 import httptools
 from prometheus_client import CollectorRegistry
-from services.gateway.keys import ApiKeys
 from uvicorn import Config
 from uvicorn.protocols.http.httptools_impl import HEADER_RE, HEADER_VALUE_RE
 from uvicorn.server import ServerState
@@ -39,20 +38,31 @@ from services.predictor_server.settings import MirrorSettings
 from services.rpc.settings import ServerSettings
 from tests.services.gateway.stubs import Call, completes, engines, streams
 
+QUIET_S = 0.05  # after which a client leaves, whatever it has
 END_S = 20.0  # for a request that has all that it needs
 STATUSES = (503,)  # of 5xx, that may be the client's fault: it asks for what no instance has
 CLIENT = ("192.0.2.1", 4711)  # not this machine: faults of emulated engines can be set from there only
-PAGE_STREAM = "/ui/stream"
+ENDLESS = ("/ui/tail",)  # until the client leaves
 
 
 async def answers(call: Call) -> None:
-    """Reply as an engine does; a body that is no JSON object is the gateway's error."""
+    """Reply as an engine does; a body that is no JSON is the gateway's error."""
     data = json.loads(call.body) if call.body else {}
     await (streams(call) if isinstance(data, dict) and data.get("stream") is True else completes(call))
 
 
+async def lenient_answers(call: Call) -> None:
+    """Do the same, and refuse what is no JSON: a proxy passes any body on."""
+    try:
+        json.loads(call.body or b"{}")
+    except (ValueError, RecursionError):
+        call.whole({"error": {"message": "no JSON"}}, 400)
+    else:
+        await answers(call)
+
+
 @dataclass(kw_only=True)
-class Reply:
+class SentReply:
     """What an application sent."""
 
     status: int = 0
@@ -62,9 +72,9 @@ class Reply:
 
 async def ask(  # noqa: PLR0917 - a request
     app: Application, method: str, path: str, headers: Headers, pieces: list[bytes], leaves: float
-) -> Reply:
+) -> SentReply:
     """Make a request without a connection; the client `leaves` after some seconds, or when it has the reply."""
-    reply, gone = Reply(), asyncio.Event()
+    reply, gone = SentReply(), asyncio.Event()
     waiting = iter(pieces)
     left = len(pieces)
 
@@ -126,7 +136,7 @@ class HttpBodyTarget:
             (method, path)
             for path, methods in self._apps[name].routes.items()
             for method in methods
-            if not path.endswith("/stream")
+            if path not in ENDLESS
         ] or [
             ("POST", "/v1/completions"),
             ("POST", "/v1/chat/completions"),
@@ -166,7 +176,7 @@ class HttpBodyTarget:
             ]
             method, path = str(given["method"])[:20], str(given["path"])
             path.encode("ascii")
-            leaves, num = float(given["leaves"]), int(given["cut"])
+            leaves, num = 0.01 if path in ENDLESS else float(given["leaves"]), int(given["cut"])
         except (ValueError, KeyError, TypeError, RecursionError):
             app, headers, method, path, leaves, num = self._apps["gateway"], [], "POST", "/v1/completions", 0.0, 0
             headers = [(b"content-type", b"application/json")]
@@ -202,7 +212,7 @@ class HttpBodyTarget:
 async def gateway_before(*urls: str, **settings: Any) -> AsyncIterator[Any]:
     """Run a gateway without a scheduler before engines."""
     given = GatewaySettings(engine_urls=urls, **{"attempts": 1, "max_body_bytes": 2**20, **settings})
-    async with serving(given, ServerSettings(drain_s=0.0), ApiKeys(())) as running:
+    async with serving(given, ServerSettings(drain_s=0.0)) as running:
         yield running.gateway
 
 
@@ -210,11 +220,11 @@ async def gateway_before(*urls: str, **settings: Any) -> AsyncIterator[Any]:
 async def open_http_body(_: Path) -> AsyncIterator[HttpBodyTarget]:
     """Run a gateway and a mirror's proxy before a stub engine, an emulated engine, and a port for operators."""
     async with AsyncExitStack() as stack:
-        (engine,) = await stack.enter_async_context(engines(answers))
+        engine, other = await stack.enter_async_context(engines(answers, lenient_answers))
         gateway = await stack.enter_async_context(gateway_before(engine.url))
         sink: Any = SimpleNamespace(record=lambda _: None, new_name=lambda request_id: request_id)
         proxy = Proxy(
-            MirrorSettings(engine_url=engine.url, counts_prompts=False), origin_of(engine.url), sink, lambda *_: None
+            MirrorSettings(engine_url=other.url, counts_prompts=False), origin_of(other.url), sink, lambda *_: None
         )
         stack.callback(proxy.close)
         config, profile = (
@@ -228,7 +238,7 @@ async def open_http_body(_: Path) -> AsyncIterator[HttpBodyTarget]:
         driving = asyncio.create_task(emulator.driver.run())
         stack.callback(driving.cancel)
         apps = {"gateway": gateway, "engine": emulator, "sidecar": proxy, "operator": OperatorPort(CollectorRegistry())}
-        yield HttpBodyTarget(apps, [engine.calls])
+        yield HttpBodyTarget(apps, [engine.calls, other.calls])
 
 
 # Heads: bytes over a connection.
@@ -393,6 +403,8 @@ class HttpHeadTarget:
             written = await self._in_process(pieces)
         self._calls.clear()
         replies = Replies()
+        if b"HEAD " in data:  # no parser knows that such a reply has no body
+            return
         try:
             replies.feed(written)
         except httptools.HttpParserError as error:
@@ -426,15 +438,14 @@ class HttpHeadTarget:
         require(protocol._timer is None and protocol._unread_timer is None, "a timer is left")  # noqa: SLF001
         return bytes(transport.written)
 
-    async def _over_socket(self, pieces: list[bytes]) -> bytes:
+    async def _over_socket(self, pieces: list[bytes], within_s: float = QUIET_S) -> bytes:
         reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
         received = b""
         with suppress(ConnectionError, TimeoutError):
             for piece in pieces:
                 writer.write(piece)
                 await writer.drain()
-            writer.write_eof()
-            async with asyncio.timeout(END_S):
+            async with asyncio.timeout(within_s):
                 while data := await reader.read(2**16):
                     received += data
         writer.transport.abort()
@@ -452,7 +463,7 @@ class HttpHeadTarget:
         head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(
             body
         )
-        for written in (await self._in_process([head + body]), await self._over_socket([head + body])):
+        for written in (await self._in_process([head + body]), await self._over_socket([head + body], END_S)):
             require(written.startswith(b"HTTP/1.1 200"), "a valid request is not served")
 
 
@@ -478,5 +489,5 @@ async def open_http_head(_: Path) -> AsyncIterator[HttpHeadTarget]:
     async with AsyncExitStack() as stack:
         (engine,) = await stack.enter_async_context(engines(answers))
         given = GatewaySettings(engine_urls=(engine.url,), attempts=1, max_body_bytes=2**16)
-        running = await stack.enter_async_context(serving(given, ServerSettings(drain_s=0.0), ApiKeys(())))
+        running = await stack.enter_async_context(serving(given, ServerSettings(drain_s=0.0)))
         yield HttpHeadTarget(running.gateway, running.port, engine.calls)

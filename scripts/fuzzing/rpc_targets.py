@@ -64,7 +64,7 @@ ENDLESS_S = 0.01  # for methods that go on until the caller leaves
 FINITE_S = 20.0
 RAW_S = 0.05
 NOT_DECLARED = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.DATA_LOSS)
-GOES_ON = ("Watch", "Tail", "History", "Report", "Generate")
+GOES_ON = ("Watch", "WatchDrains", "Tail", "History", "Report", "Generate")
 
 
 class Aborted(Exception):  # noqa: N818 - as gRPC's own
@@ -99,6 +99,14 @@ class Context:
     def time_remaining(self) -> float | None:
         """Return the rest of the deadline."""
         return self.left_s
+
+    def auth_context(self) -> dict[str, list[bytes]]:
+        """Return no certificate."""
+        return {}
+
+    def peer(self) -> str:
+        """Return a caller on another machine, who may not change the policy."""
+        return "ipv4:192.0.2.1:4711"
 
     def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
         """Return no metadata."""
@@ -161,8 +169,7 @@ class GrpcTarget:
         handler = self._handlers.get(method)
         if handler is None:
             return
-        write = self._plain[method].response_serializer
-        require(write is not None, "a method without responses")
+        write: Any = self._plain[method].response_serializer
         context = Context(check=write)
         raws = list(unpacked(rest))
         within_s = ENDLESS_S if method.endswith(GOES_ON) else FINITE_S
@@ -325,6 +332,9 @@ class ExtProcTarget:
                     require(status < 500 or status == 503, f"the client gets status {status}")
         require(context.status in (None, grpc.StatusCode.INVALID_ARGUMENT), f"ends with {context.status}")
         require(len(self._service) == 0, "a stream is left")
+        if any(is_hidden(one) for one in messages):  # sidecars learn from the engine when such a request ends
+            for stub in self._scene.sidecars:
+                stub.held.clear()
 
     async def audit(self) -> None:
         """Check that nothing is under way or reserved, and have a valid request placed."""
@@ -336,6 +346,11 @@ class ExtProcTarget:
             await asyncio.sleep(0.05)
         require(not any(one.held for one in self._scene.sidecars), "reservations are left")
         await self.put(packed([one.SerializeToString() for one in exchange(Random(1))]))
+
+
+def is_hidden(shown: wire.ProcessingRequest) -> bool:
+    """Return whether the picker does not see the response."""
+    return shown.HasField("protocol_config") and shown.protocol_config.response_body_mode == wire.BODY_SEND_MODE_NONE
 
 
 def header_map(pairs: Iterable[tuple[str, bytes]]) -> wire.HeaderMap:

@@ -69,7 +69,7 @@ class StateFileTarget:
     def __init__(self, path: Path) -> None:
         """Write a valid file; the writer stays, as a file without one is not read."""
         self._path = path
-        self._writer = counting(busy(writer_at(path)))
+        self._writer = counting(busy(writer_at(path, num_clients=8)))
         self._base = path.read_bytes()
         self._sections = StateFile(path)._sections  # noqa: SLF001 - as the reader sees them
         self._profile = load_profile("llama-2-7b-a30")

@@ -17,7 +17,7 @@ class FoundError(AssertionError):
     """An input shows what must not happen."""
 
 
-class Target(Protocol):
+class FuzzTarget(Protocol):
     """Reads inputs; `name` is that of its folder of seeds."""
 
     async def drawn(self, draw: Random) -> bytes:
@@ -30,9 +30,9 @@ class Target(Protocol):
         """Check that nothing is left of the inputs, and that a valid one is served."""
 
 
-Opened = AbstractAsyncContextManager[Target]
+Opened = AbstractAsyncContextManager[FuzzTarget]
 Open = Callable[[Path], Opened]  # with a folder for files
-OpenTarget = Callable[[Path], AsyncIterator[Target]]
+OpenTarget = Callable[[Path], AsyncIterator[FuzzTarget]]
 
 
 def seeds_of(name: str) -> list[bytes]:
@@ -44,7 +44,7 @@ def seeds_of(name: str) -> list[bytes]:
 def kind_of(error: BaseException) -> str:
     """Name a finding by its type and the innermost line of this repository, so that it is reported once."""
     frames = traceback.extract_tb(error.__traceback__)
-    ours = [frame for frame in frames if str(ROOT) in frame.filename and "fuzzing" not in frame.filename]
+    ours = [frame for frame in frames if str(ROOT) in frame.filename and "/scripts/fuzz" not in frame.filename]
     where = ours[-1] if ours else (frames[-1] if frames else None)
     text = str(error).partition("\n")[0][:60] if isinstance(error, FoundError) else ""
     place = f" at {Path(where.filename).relative_to(ROOT)}:{where.lineno}" if ours and where else ""

@@ -26,7 +26,7 @@ from simulator.scenario import scenario_from
 
 OBJECTIVES = b"""[[objective]]
 name = "chat"
-class = "real_time"
+class = "real-time"
 ttft_slo_s = 0.5
 tpot_slo_s = 0.05
 priority = -1
@@ -34,10 +34,10 @@ weight = 2.0
 when_late = "demote"
 [[objective]]
 name = "batch"
-class = "best_effort"
+class = "best-effort"
 """
 TIERS = b'[[tier]]\nname = "fast"\ntpot_slo_s = 0.03\nmin_instances = 1\n[[tier]]\nname = "slow"\ntpot_slo_s = 0.1\n'
-MIX = b'[[mix]]\nname = "a"\nshare = 0.5\nclass = "real_time"\npriority = 1\n[[mix]]\nname = "b"\nshare = 0.5\n'
+MIX = b'[[mix]]\nname = "a"\nshare = 0.5\nclass = "real-time"\npriority = 1\n[[mix]]\nname = "b"\nshare = 0.5\n'
 SETTINGS = b'[gateway]\nport = 8000\nscheduler = ["a:1"]\n[scheduler]\npolicy = "block"\n[vllm]\narguments = ["--x"]\n'
 POLICIES = (
     "block", "jsq", "block: k = 8", 'linear: score = "ttft_s + 2 * num_waiting"', "lmetric", "polyserve", "slo",
@@ -57,7 +57,11 @@ def policy_of(data: bytes) -> object:
 
 def scenario_of(data: bytes) -> object:
     """Read a scenario."""
-    return scenario_from(tomllib.loads(data.decode()))
+    try:
+        table = tomllib.loads(data.decode())
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    return scenario_from(table)
 
 
 @asynccontextmanager
@@ -130,7 +134,7 @@ def changed_toml(draw: Random, text: bytes) -> bytes:
             lines.insert(at, draw.choice(lines))
         elif kind == 2:
             lines.insert(
-                at, draw.choice((b"[a]", b"[[a]]", b"a = 1", b"[engine]", b"x" * 300, b"a" + b".a" * 2000 + b"=1"))
+                at, draw.choice((b"[a]", b"[[a]]", b"a = 1", b"[engine]", b"x" * 300, b"a" + b".a" * 100 + b"=1"))
             )
         elif equals:
             lines[at] = key + b"=" + toml_value(draw)

@@ -11,6 +11,7 @@ import click
 
 from services.cli.caller_key import api_key_option
 from services.cli.operator_client import OperatorReply, call_all, json_option, operator_option, require_success
+from services.cli.tls_options import tls_options
 from services.registrations import DEFAULT_DEADLINE_S
 from services.security.own_key import OwnKey
 
@@ -47,6 +48,7 @@ STILL_BUSY = 1  # exit status
 )
 @operator_option
 @api_key_option
+@tls_options
 @json_option
 def drain(
     *,
@@ -82,6 +84,7 @@ def drain(
 @click.argument("instance_id", metavar="NAME")
 @operator_option
 @api_key_option
+@tls_options
 @json_option
 def undrain(instance_id: str, operators: tuple[str, ...], key: OwnKey, *, as_json: bool) -> None:
     """Send requests to the instance NAME again."""

@@ -11,6 +11,7 @@ import click
 from scheduler.instances import BOTH
 from services.cli.caller_key import api_key_option
 from services.cli.operator_client import OperatorReply, call_all, json_option, operator_option, require_success
+from services.cli.tls_options import tls_options
 from services.security.own_key import OwnKey
 
 
@@ -22,6 +23,7 @@ def instances() -> None:
 @instances.command(name="list")
 @operator_option
 @api_key_option
+@tls_options
 @json_option
 def list_instances(operators: tuple[str, ...], key: OwnKey, *, as_json: bool) -> None:
     """List the instances: where each comes from, its state, its health and its requests."""
@@ -50,6 +52,7 @@ def list_instances(operators: tuple[str, ...], key: OwnKey, *, as_json: bool) ->
 @click.option("--replace", is_flag=True, help="Replace an instance of this name that has other facts.")
 @operator_option
 @api_key_option
+@tls_options
 @json_option
 def add(
     *,
@@ -85,6 +88,7 @@ def add(
 @click.argument("instance_id", metavar="NAME")
 @operator_option
 @api_key_option
+@tls_options
 @json_option
 def remove(instance_id: str, operators: tuple[str, ...], key: OwnKey, *, as_json: bool) -> None:
     """Remove the instance NAME, which was registered; its requests go on to their end."""

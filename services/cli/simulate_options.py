@@ -150,7 +150,7 @@ def _set_in(flags: Mapping[str, Any], names: Mapping[str, Any]) -> dict[str, Any
 def _table(path: str) -> dict[str, Any]:
     try:
         return tomllib.loads(read_text(path))
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ValueError(f"{path}: {error}") from None
 
 

@@ -77,7 +77,7 @@ class Cluster:
         for policy in self.settings.policies:
             names = [f"scheduler-{policy}-{number}" for number in range(self.settings.schedulers)]
             parts = [self.children[name] for name in names or [f"gateway-{policy}"]]
-            urls[policy] = [f"http://{self.settings.host}:{part.metrics_port}" for part in parts]
+            urls[policy] = [f"{self.scheme}://{self.settings.host}:{part.metrics_port}" for part in parts]
         return urls
 
     @property

@@ -16,28 +16,35 @@ from typing import Any
 
 from predictor.request import SERVE
 from predictor.suggestions import require_known
+from services.emulator.audio import TranscriptReply
 from services.emulator.driver import Driver
 from services.emulator.errors import DetailError, VllmError, bad_value, not_fetched, unavailable
 from services.emulator.jobs import Job
 from services.emulator.kv_transfers import Fetch
+from services.emulator.messages import MessagesReply
 from services.emulator.metrics import Exposition
 from services.emulator.openai import (
     CHAT,
     COMPLETION,
     LONGEST_ID,
+    MESSAGE,
+    RESPONSE,
+    TRANSCRIPT,
     ParsedRequest,
     Served,
     parsed,
-    prompt_of,
     remote_blocks_in,
     request_from,
 )
-from services.emulator.replies import CompletionReply
+from services.emulator.other_apis import OtherApis
+from services.emulator.replies import CompletionReply, ReplyWriter
+from services.emulator.responses import ResponsesReply, ResponseStore
 from services.emulator.side_channel import TransferError
-from services.emulator.tokens import VOCABULARY, text_of, token_text
 from services.emulator.transfer_params import RemoteBlocks
-from services.http.application import JSON, Application, Call, while_client_stays
+from services.http.application import JSON, Application, Call, Endpoint, while_client_stays
 from services.http.client import Headers
+from services.http.endpoints import errors_of
+from services.http.error_shape import ErrorShape
 from services.http.guarded_protocol import GuardedProtocol
 from services.http.limits import HttpLimits
 from services.logs import log_event
@@ -116,28 +123,37 @@ class Emulator(Application):
         """Serve the engine of a driver."""
         super().__init__(limits=LIMITS)
         self.driver = driver
-        self._served = served
+        self.served = served
         self._exposition = exposition
-        self._max_body_bytes = max_body_bytes
+        self.max_body_bytes = max_body_bytes
         self._faults = Faults()
         self._created_s = int(time.time())
+        self.responses = ResponseStore()
+        self._others = OtherApis(self)
         self.routes = {
             "/v1/completions": {"POST": self._complete},
             "/v1/chat/completions": {"POST": self._chat},
+            **self._others.routes,
             "/v1/models": {"GET": self._models},
             "/health": {"GET": self._health},
             "/ping": {"GET": self._health, "POST": self._health},
             "/version": {"GET": self._version},
             "/load": {"GET": self._load},
             "/metrics": {"GET": self._metrics},
-            "/tokenize": {"POST": self._tokenize},
-            "/detokenize": {"POST": self._detokenize},
             "/admin/fault": {"GET": self._show_faults, "POST": self._set_faults},
         }
 
     def request_id_of(self, call: Call) -> str:
         """Return the id that the client gives its request, cut to vLLM's length."""
         return super().request_id_of(call)[:LONGEST_ID]
+
+    def endpoint_of(self, call: Call) -> Endpoint:
+        """Find what serves a path, which may contain the id of a response."""
+        return self._others.by_id(call) or super().endpoint_of(call)
+
+    def errors_of(self, path: str) -> ErrorShape:
+        """Return the shape of the errors of a path."""
+        return errors_of(path)
 
     def not_found(self, path: str) -> VllmError:  # noqa: ARG002
         """Make the error for a path that is not served."""
@@ -156,16 +172,24 @@ class Emulator(Application):
         await self._generate(call, CHAT)
 
     async def _generate(self, call: Call, kind: str) -> None:
-        if self._faults.refuse:
-            raise unavailable("The engine refuses requests: the fault `refuse` is set.")
-        data = await self._json(call)
+        self.require_serving()
+        data = await self.json_of(call)
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in call.headers}
         try:
-            request = request_from(kind, data, headers, call.request_id, self._served)
+            request = request_from(kind, data, headers, call.request_id, self.served)
             self.driver.require_room(request)
         except VllmError:
             self._free_remote(remote_blocks_in(data))
             raise
+        await self.serve(call, request)
+
+    def require_serving(self) -> None:
+        """Refuse a request while the fault `refuse` is set."""
+        if self._faults.refuse:
+            raise unavailable("The engine refuses requests: the fault `refuse` is set.")
+
+    async def serve(self, call: Call, request: ParsedRequest) -> None:
+        """Serve a checked request while its client stays."""
         with self.admitted():
             await while_client_stays(self._serve(call, request), call.receive)
 
@@ -203,7 +227,7 @@ class Emulator(Application):
             self.driver.connector.fetches.free(remote)
 
     async def _stream(self, call: Call, job: Job) -> None:
-        reply = CompletionReply(job.request, int(time.time()))
+        reply = self._reply(job.request)
         connection = call.scope["extensions"][CONNECTION]["protocol"]
         num_tokens = job.request.answer.num_tokens
 
@@ -216,6 +240,8 @@ class Emulator(Application):
             return True
 
         await call.start(200, EVENTS)  # as vLLM does, before the first token
+        if early := reply.at_once():
+            await call.write(early)
         while job.num_sent < num_tokens:
             if not await job.more(push if job.num_sent else None):
                 return
@@ -229,15 +255,25 @@ class Emulator(Application):
         num_tokens = job.request.answer.num_tokens
         await job.more(lambda: job.num_ready < num_tokens)
         if job.num_ready == num_tokens:
-            reply = CompletionReply(job.request, int(time.time())).whole(job.cached_tokens, job.kv_transfer_params)
+            reply = self._reply(job.request).whole(job.cached_tokens, job.kv_transfer_params)
             await call.reply(200, JSON, reply)
+
+    def _reply(self, request: ParsedRequest) -> ReplyWriter:
+        created_s = int(time.time())
+        if request.kind == RESPONSE:
+            return ResponsesReply(request, created_s, self.responses)
+        if request.kind == MESSAGE:
+            return MessagesReply(request)
+        return (
+            TranscriptReply(request, created_s) if request.kind == TRANSCRIPT else CompletionReply(request, created_s)
+        )
 
     # Everything else.
 
     async def _models(self, call: Call) -> None:
         card = {
-            "id": self._served.model, "object": "model", "created": self._created_s, "owned_by": "vllm",
-            "root": self._served.model, "parent": None, "max_model_len": self._served.max_model_len, "permission": [],
+            "id": self.served.model, "object": "model", "created": self._created_s, "owned_by": "vllm",
+            "root": self.served.model, "parent": None, "max_model_len": self.served.max_model_len, "permission": [],
         }  # fmt: skip
         await call.reply(200, JSON, _json({"object": "list", "data": [card]}))
 
@@ -254,20 +290,6 @@ class Emulator(Application):
     async def _metrics(self, call: Call) -> None:
         await call.reply(200, METRICS, self._exposition.text(self.driver.gauges()))
 
-    async def _tokenize(self, call: Call) -> None:
-        ids, wants_texts = prompt_of(await self._json(call))
-        texts = [token_text(token) for token in ids] if wants_texts else None
-        limit = self._served.max_model_len
-        body = {"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": texts}
-        await call.reply(200, JSON, _json(body))
-
-    async def _detokenize(self, call: Call) -> None:
-        data = await self._json(call)
-        ids = data.get("tokens") if isinstance(data, dict) else None
-        if not isinstance(ids, list) or not all(type(token) is int and 0 <= token < VOCABULARY for token in ids):
-            raise bad_value("tokens must be a list of token ids.", "tokens")
-        await call.reply(200, JSON, _json({"prompt": text_of(ids)}))
-
     async def _show_faults(self, call: Call) -> None:
         _require_local(call)
         await call.reply(200, JSON, _json(asdict(self._faults)))
@@ -275,7 +297,7 @@ class Emulator(Application):
     async def _set_faults(self, call: Call) -> None:
         _require_local(call)
         try:
-            self._faults = faults_from(await self._json(call))
+            self._faults = faults_from(await self.json_of(call))
         except ValueError as error:
             raise bad_value(str(error)) from None
         log_event(log, logging.WARNING, "faults set", **asdict(self._faults))
@@ -285,12 +307,12 @@ class Emulator(Application):
         if self._faults.crash:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    async def _json(self, call: Call) -> Any:
+    async def json_of(self, call: Call) -> Any:
         """Receive and parse a body of type JSON."""
         kind = (call.header(b"content-type") or b"").partition(b";")[0].strip().lower()
         if kind != b"application/json":
             raise VllmError(400, "1 validation error:\n  Unsupported Media Type: Only 'application/json' is allowed")
-        return parsed(await self.body_of(call, self._max_body_bytes))
+        return parsed(await self.body_of(call, self.max_body_bytes))
 
 
 def _require_local(call: Call) -> None:

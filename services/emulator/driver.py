@@ -23,7 +23,7 @@ from services.emulator.exporter import ContentHashes, EngineStateExporter
 from services.emulator.jobs import Job
 from services.emulator.kv_transfers import EmulatedConnector, Fetch
 from services.emulator.metrics import ABORTED, ERROR, EngineMetrics, Gauges
-from services.emulator.openai import CHAT, ParsedRequest
+from services.emulator.openai import CHAT, MESSAGE, ParsedRequest
 from services.emulator.tokens import content_hashes
 from services.logs import log_event
 
@@ -129,8 +129,9 @@ class Driver:
 
     def _add(self, request: ParsedRequest) -> Job:
         self._serial += 1
-        engine_id = f"chatcmpl-{request.request_id}" if request.kind == CHAT else f"cmpl-{request.request_id}-0"
-        engine_id = f"{engine_id}-{self._serial & 0xFFFFFFFF:08x}"
+        is_chat = request.kind in (CHAT, MESSAGE)
+        usual = f"chatcmpl-{request.request_id}" if is_chat else f"cmpl-{request.request_id}-0"
+        engine_id = f"{request.engine_name or usual}-{self._serial & 0xFFFFFFFF:08x}"
         hashes: tuple[int, ...] = ()
         if self._contents is not None:
             hashes = content_hashes([*request.prompt, *request.answer.token_ids()], self.engine.config.block_size)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -19,6 +19,7 @@ from services.engine_state.xargs import facts_in
 from services.http.openai_body import MessageError, read_messages
 
 COMPLETION, CHAT = "completion", "chat"
+RESPONSE, MESSAGE, TRANSCRIPT = "response", "message", "transcript"  # which other modules read
 DEFAULT_COMPLETION_TOKENS = 16
 LONGEST_ID = 512
 MAX_STOP_STRINGS = 64
@@ -100,6 +101,8 @@ class ParsedRequest:
     facts: Mapping[str, Any]  # of `vllm_xargs`, as columns of a state file
     leg: str = SERVE
     remote: RemoteBlocks | None = None  # of a decode leg
+    engine_name: str = ""  # in the engine, before a number that makes it unique; else by the kind
+    extra: Mapping[str, Any] = field(default_factory=dict)  # what the reply repeats of the body
 
 
 def parsed(data: bytes) -> Any:

@@ -3,13 +3,29 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, Protocol
 
 from services.emulator.errors import DONE
 from services.emulator.openai import CHAT, ParsedRequest
 
 FINGERPRINT = "block-emulator"
 TEXT = "\0"  # placeholder of an event's text while the rest of the event is written
+
+
+class ReplyWriter(Protocol):
+    """Writes one response."""
+
+    def at_once(self) -> bytes:
+        """Return the events that come before the engine begins."""
+
+    def first(self) -> bytes:
+        """Return the events before the first token."""
+
+    def events(self, start: int, end: int, cached_tokens: int = 0) -> bytes:
+        """Return the events of tokens from `start` to before `end`; after the last one, also the stream's end."""
+
+    def whole(self, cached_tokens: int, kv_transfer_params: dict[str, Any] | None = None, /) -> bytes:
+        """Return the response in one piece."""
 
 
 class CompletionReply:
@@ -28,6 +44,10 @@ class CompletionReply:
             if self._is_chat:
                 self._common["object"] = "chat.completion.chunk"
             self._head, self._tail = self._around_text(is_last=False)
+
+    def at_once(self) -> bytes:
+        """Return the events that come before the engine begins: none."""
+        return b""
 
     def first(self) -> bytes:
         """Return the event before a chat's first token; nothing for a completion."""
@@ -55,7 +75,7 @@ class CompletionReply:
             events.append(DONE)
         return b"".join(events)
 
-    def whole(self, cached_tokens: int, kv_transfer_params: dict[str, Any] | None = None) -> bytes:
+    def whole(self, cached_tokens: int, kv_transfer_params: dict[str, Any] | None = None, /) -> bytes:
         """Return the response in one piece; that of a prefill leg says where its KV blocks are."""
         cached = {
             "cached_tokens": cached_tokens, "created_cache_tokens": 0 if self._is_chat else None,

@@ -30,6 +30,8 @@ from services.endpoint_picker.messages import (
 from services.endpoint_picker.model_names import ModelNames
 from services.endpoint_picker.picking import HttpRequest, Pick, Picker
 from services.http.client import Headers
+from services.http.endpoints import errors_of
+from services.http.error_shape import PLAIN_ERRORS
 from services.http.errors import ApiError
 from services.http.proxying import is_event_stream
 
@@ -174,7 +176,8 @@ class Exchange:
         """Have the proxy reply by itself, which ends the stream."""
         self._is_over = True
         self._pieces = []
-        return [immediate(error.status, error.headers(), error.body(), "endpoint_picker")]
+        shape = PLAIN_ERRORS if self._request is None else errors_of(self._request.path)
+        return [immediate(error.status, error.headers(), shape.body(error), "endpoint_picker")]
 
     # The response.
 

@@ -9,7 +9,7 @@ from protos.block.v1 import common_pb2
 from services.http.client import Headers, origin_of
 from services.http.openai_body import OpenAIRequest
 from services.http.proxying import OK, SERVER_ERROR
-from services.http.sse import CANCELLED, FAILED
+from services.http.reply_format import CANCELLED, FAILED
 from services.http.trace_context import TRACEPARENT
 from services.tracing.request_spans import DECODE, SERVE, STATUS, RequestSpans
 
@@ -31,12 +31,10 @@ class PickSpans:
         headers: Headers,
         openai: OpenAIRequest,
         request: common_pb2.Request,
-        *,
-        chat: bool,
     ) -> None:
         """Start the span of a request, below that of the proxy or of its client."""
         self._client = [pair for pair in headers if pair[0] == TRACEPARENT]
-        self._request = RequestSpans(tracer, headers, openai, request, request.arrival_unix_s, chat=chat)
+        self._request = RequestSpans(tracer, headers, openai, request, request.arrival_unix_s)
         self._leg: ActiveSpan | None = None
 
     async def scheduled(

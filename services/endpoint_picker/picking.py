@@ -24,8 +24,9 @@ from services.endpoint_picker.settings import PickerSettings
 from services.explanations import decision_headers
 from services.http.application import REQUEST_ID
 from services.http.client import Headers
+from services.http.endpoints import ENDPOINTS, PREFILL_ONLY, UNPLACED, EngineEndpoint
 from services.http.errors import ApiError
-from services.http.openai_body import OpenAIRequest, names_kv_blocks, read_body
+from services.http.openai_body import OpenAIRequest, names_kv_blocks
 from services.http.prompt_tokens import PromptTokens
 from services.http.proxying import SERVER_ERROR
 from services.http.request_facts import READ, body_to_pass, read_headers, request_id_of, request_message
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-COMPLETIONS = {b"/v1/completions": False, b"/v1/chat/completions": True}  # and whether they are chats
 POST = b"POST"
 KV_TRANSFER_REFUSED = "kv_transfer_params: clients may not set it here"
 
@@ -75,6 +75,11 @@ class HttpRequest:
     subset: frozenset[str] | None
     arrived_s: float  # monotonic
     arrived_unix_s: float
+
+    @property
+    def path(self) -> str:
+        """The path, as engines read it."""
+        return unquote_to_bytes(self.header(b":path").partition(b"?")[0]).decode("utf-8", "replace")
 
     def header(self, name: bytes) -> bytes:
         """Return a header; empty where there is none."""
@@ -200,30 +205,30 @@ class Picker:
         if len(excluded) == len(self.endpoints):
             why = "none of the endpoints that the proxy allows is known" if len(self.endpoints) else "none is known"
             raise NoInstanceError(f"no endpoint can take the request: {why}")
-        path = unquote_to_bytes(request.header(b":path").partition(b"?")[0])  # as engines read it
-        if path in COMPLETIONS and request.header(b":method") == POST:
+        endpoint = ENDPOINTS.get(request.path)
+        if endpoint is not None and endpoint.kind != UNPLACED and request.header(b":method") == POST:
             if request.body is not None:
-                return await self._place(request, excluded, chat=COMPLETIONS[path]), PLACED
-            return await self._place_by_headers(request, excluded, chat=COMPLETIONS[path]), BY_HEADERS
+                return await self._place(request, excluded, endpoint), PLACED
+            return await self._place_by_headers(request, excluded, endpoint), BY_HEADERS
         if request.body and not self.settings.allow_kv_transfer_params and names_kv_blocks(request.body):
             raise ValueError(KV_TRANSFER_REFUSED)
         return await self._place_anywhere(request, excluded), ANY
 
-    # Completions.
+    # Requests that are forecast.
 
-    async def _place(self, request: HttpRequest, excluded: frozenset[str], *, chat: bool) -> Pick:
+    async def _place(self, request: HttpRequest, excluded: frozenset[str], endpoint: EngineEndpoint) -> Pick:
         assert request.body is not None
-        openai = read_body(request.body, chat=chat)
+        openai = endpoint.read(request.body, request.header(b"content-type"))
         if openai.has_kv_transfer_params and not self.settings.allow_kv_transfer_params:
             raise ValueError(KV_TRANSFER_REFUSED)
         body, models = request.body, None
         target = self._rewritten_model(request)
-        if target and target != openai.model:
+        if target and target != openai.model and openai.is_object:
             models = (openai.model, target)
             openai = replace(openai, model=target)
             body = json.dumps({**json.loads(body), "model": target}).encode()
         num_tokens, block_names = await self._prompts.read_aside(openai)
-        pick = await self._placed(request, openai, excluded, num_tokens, block_names, chat=chat)
+        pick = await self._placed(request, endpoint, openai, excluded, num_tokens, block_names)
         assert pick.reader is not None
         facts, decision = pick.reader.request, pick.reader.decision
         if decision.HasField("objective"):
@@ -233,8 +238,8 @@ class Picker:
         pick.models = models
         return pick
 
-    async def _place_by_headers(self, request: HttpRequest, excluded: frozenset[str], *, chat: bool) -> Pick:
-        """Place a completion whose body is not shown: the length of its prompt is guessed from that of the body."""
+    async def _place_by_headers(self, request: HttpRequest, excluded: frozenset[str], endpoint: EngineEndpoint) -> Pick:
+        """Place a request whose body is not shown: the length of its prompt is guessed from that of the body."""
         length = request.header(b"content-length")
         openai = OpenAIRequest(
             model=self._rewritten_model(request) or request.header(MODEL).decode("latin-1"),
@@ -243,7 +248,8 @@ class Picker:
             prompt_bytes=int(length) if length.isdigit() else 0,
             prompt_tokens=None,
             num_messages=0,
-            max_tokens=None,
+            max_tokens=1 if endpoint.kind == PREFILL_ONLY else None,
+            prefill_only=endpoint.kind == PREFILL_ONLY,
             min_tokens=None,
             ignore_eos=False,
             expected_tokens=None,
@@ -251,17 +257,16 @@ class Picker:
             hinted_priority=None,
             undivided=True,  # two legs need the body
         )
-        return await self._placed(request, openai, excluded, self._prompts.sizes.tokens(openai), chat=chat)
+        return await self._placed(request, endpoint, openai, excluded, self._prompts.sizes.tokens(openai))
 
-    async def _placed(  # noqa: PLR0913 - what is known of a request
+    async def _placed(  # noqa: PLR0913, PLR0917 - what is known of the request
         self,
         request: HttpRequest,
+        endpoint: EngineEndpoint,
         openai: OpenAIRequest,
         excluded: frozenset[str],
         num_tokens: int,
         block_names: Sequence[bytes] = (),
-        *,
-        chat: bool,
     ) -> Pick:
         headers, objectives = read_headers(request.headers), self._driver.objectives
         if headers.objective and headers.objective not in objectives.objectives:  # other pickers serve it, too
@@ -277,7 +282,7 @@ class Picker:
                 message.prefix_hashes.extend(block_names)
                 message.prefix_block_tokens = self._driver.settings.block_tokens
             message.waited_s = max(0.0, time.monotonic() - request.arrived_s)
-            spans = PickSpans(self._tracer, request.headers, openai, message, chat=chat)
+            spans = PickSpans(self._tracer, request.headers, openai, message)
             async with asyncio.timeout(self.settings.schedule_s):
                 _, decision = await spans.scheduled(
                     self._driver.place(
@@ -308,6 +313,7 @@ class Picker:
                 metrics=self.metrics,
                 spans=spans,
                 sizes=self._prompts.sizes,
+                form=endpoint.format,
                 openai=replace(openai, prompt=b"", token_ids=(), conversation=None, xargs=None),  # what has its size
                 request=message,
                 decision=decision,

@@ -12,7 +12,8 @@ from services.endpoint_picker.pick_spans import PickSpans
 from services.http.openai_body import OpenAIRequest
 from services.http.prompt_tokens import PromptSizes
 from services.http.proxying import OK, RETRIED
-from services.http.sse import CANCELLED, FAILED, Ending, StreamReader, ending_of
+from services.http.reply_format import CANCELLED, FAILED, ReplyFormat
+from services.http.sse import Ending, StreamReader, ending_of
 from services.placement.driver import PlacementDriver
 from services.placement.outcomes import outcome_of
 
@@ -31,6 +32,7 @@ class ResponseReader:
     metrics: PickerMetrics
     spans: PickSpans
     sizes: PromptSizes
+    form: ReplyFormat
     openai: OpenAIRequest
     request: common_pb2.Request
     decision: common_pb2.Decision
@@ -39,7 +41,7 @@ class ResponseReader:
     _is_stream: bool = False
     _instance_id: str | None = field(init=False)  # that serves it; None: no instance that is known
     _status: int = 0
-    _reader: StreamReader = field(default_factory=StreamReader)
+    _reader: StreamReader = field(init=False)
     _body: bytearray = field(default_factory=bytearray)
     _first_s: float | None = None
     _last_s: float | None = None
@@ -49,6 +51,7 @@ class ResponseReader:
     def __post_init__(self) -> None:
         """The instance of the decision serves, until the proxy says otherwise."""
         self._instance_id = self.decision.instance.instance_id
+        self._reader = StreamReader(self.form)
         self._is_prefilling = self.decision.HasField("prefill")
 
     def started(self, status: int, served: str | None, *, is_stream: bool) -> None:
@@ -123,7 +126,7 @@ class ResponseReader:
     def _ending(self) -> Ending:
         if self._status != OK:
             return NOTHING
-        return self._reader.ending() if self._is_stream else ending_of(bytes(self._body))
+        return self._reader.ending() if self._is_stream else ending_of(bytes(self._body), self.form)
 
     def _end_prefill(self, reason: common_pb2.FinishReason.ValueType) -> None:
         """End the prefill leg: its engine has done its part as soon as a response comes."""

@@ -42,7 +42,6 @@ from services.rpc.server import (
 from services.rpc.settings import ServerSettings
 from services.security.access_settings import access_controlled
 from services.security.certificates import certificates_of
-from services.security.development_ca import self_signed
 from services.security.metrics import register_tls_metrics
 from services.tracing.otlp import TracingSettings, traced
 
@@ -165,6 +164,8 @@ async def serving(  # noqa: PLR0913 - all settings of the process
 
 def self_signed_credentials() -> grpc.ServerCredentials:
     """Make credentials for proxies that do not verify them."""
+    from services.security.development_ca import self_signed  # loads cryptography, which only this needs
+
     pair = self_signed("Block endpoint picker")
     return grpc.ssl_server_credentials([(pair.key, pair.certificate)])
 

@@ -105,7 +105,7 @@ class StateFile:
             first = max(num_seen if num_seen <= count else 0, count - section.rows)
             rows = np.frombuffer(self._pread(section.offset, section.size), dtype)
             if self.sequence() == sequence:
-                return rows[np.arange(first, count) % section.rows], count
+                return rows[(first % section.rows + np.arange(count - first)) % section.rows], count
             self._pause(deadline_s)
 
     def _read_header(self) -> None:

@@ -11,7 +11,8 @@ from services.attainment import AttainmentTally, ClientTally
 from services.gateway.incoming import Incoming
 from services.gateway.metrics import GatewayMetrics
 from services.http.proxying import SERVER_ERROR
-from services.http.sse import FAILED, Ending, StreamReader
+from services.http.reply_format import FAILED
+from services.http.sse import Ending, StreamReader
 from services.rpc.messages import CLASSES
 
 BUSY = 429

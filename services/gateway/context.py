@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from services.draining_requests import DrainingRequests
+from services.gateway.announced_paths import AnnouncedPaths
 from services.gateway.destinations import Fallback, OutlierDetection
+from services.gateway.kept_responses import KeptResponses
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.models import Models
 from services.gateway.release_queue import ReleaseQueue
@@ -39,6 +41,8 @@ class GatewayContext:
     last_resort: Fallback
     failed_lately: OutlierDetection
     models: Models
+    announced: AnnouncedPaths
+    kept: KeptResponses
     objectives: ObjectiveTable
     loop: asyncio.AbstractEventLoop
     tracer: RequestTracer | None = None  # without, nothing is traced

@@ -11,11 +11,12 @@ from protos.block.v1 import common_pb2
 from services.http.application import REQUEST_ID
 from services.http.client import Headers
 from services.http.continued_request import continued_request
+from services.http.endpoints import ENDPOINTS, EngineEndpoint
 from services.http.engine_arguments import LONG_WAIT_S
-from services.http.openai_body import OpenAIRequest, read_body
+from services.http.openai_body import OpenAIRequest
 from services.http.proxying import without_hops
 from services.http.request_facts import body_to_pass
-from services.http.stream_continuation import CHAT, Continuation
+from services.http.stream_continuation import Continuation
 from services.rpc.objectives import with_objective
 from services.security.access import KEY_HEADERS
 from services.security.usage_limits import NOT_METERED, MeteredRequest
@@ -29,6 +30,7 @@ class Incoming:
     """A request that has been read and admitted."""
 
     arrived_s: float  # monotonic
+    endpoint: EngineEndpoint
     openai: OpenAIRequest
     request: common_pb2.Request  # its request_id is unique among those under way
     target: bytes  # path and query
@@ -39,7 +41,7 @@ class Incoming:
     body: bytes  # for the engine
     usage: MeteredRequest = NOT_METERED  # by the limits of its key
     explain: bool = False  # whether the reply explains the decision
-    is_chat: bool = False
+    owner: str = ""  # the tenant of the key, where keys are set
     hides_token_ids: bool = False  # the gateway asks for token ids, and the client did not
 
     def body_for(self, decision: common_pb2.Decision | None) -> bytes:
@@ -75,8 +77,8 @@ def headers_to_pass(headers: Headers, request_id: str, *, with_keys: bool) -> He
 def continued(incoming: Incoming, rest: Continuation, *, number: int, tag: common_pb2.Tag | None) -> Incoming:
     """Return the request for the rest of an answer, whose whole length is predicted by `tag`."""
     now_s = time.monotonic()
-    is_chat = rest.path == CHAT
-    openai = read_body(rest.body, chat=is_chat)
+    endpoint = ENDPOINTS[rest.path.decode()]
+    openai = endpoint.read(rest.body, b"")
     elapsed_s = now_s - incoming.arrived_s
     request = continued_request(incoming.request, rest, number=number, elapsed_s=elapsed_s, tag=tag)
     headers = [pair for pair in incoming.headers if pair[0] != REQUEST_ID]
@@ -91,5 +93,5 @@ def continued(incoming: Incoming, rest: Continuation, *, number: int, tag: commo
         own_body=rest.body,
         client_body=rest.body,
         body=body_to_pass(rest.body, openai, request),
-        is_chat=is_chat,
+        endpoint=endpoint,
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -13,6 +12,7 @@ from services.gateway.destinations import Fallback
 from services.gateway.schedulers import NoSchedulerError, SchedulerClient
 from services.http.client import HttpClient, origin_of
 from services.http.errors import ApiError
+from services.http.json_body import reply_json
 from services.logs import log_event
 
 log = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class Models:
     async def _of_engine(self, url: str) -> list[dict[str, Any]]:
         try:
             status, body = await self._engines.get(origin_of(url), b"/v1/models", within_s=ENGINE_TIMEOUT_S)
-            data = json.loads(body)["data"] if status == 200 else []
+            data = reply_json(body)["data"] if status == 200 else []
             return [model for model in data if isinstance(model["id"], str)]
         except (ConnectionError, TimeoutError, ValueError, TypeError, LookupError) as error:
             log_event(log, logging.INFO, "engine reports no models", engine=url, why=str(error))

@@ -5,15 +5,23 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from protos.block.v1 import common_pb2, scheduler_pb2
 from services.gateway.context import GatewayContext
-from services.gateway.destinations import NEXT_BEST, Destination, destination_of, unreserved_destinations
+from services.gateway.destinations import (
+    LAST_RESORT,
+    NEXT_BEST,
+    Destination,
+    destination_of,
+    unreserved_destinations,
+)
 from services.gateway.incoming import Incoming
+from services.gateway.kept_responses import KeptResponse
 from services.gateway.request_spans import end_scheduling
 from services.gateway.schedulers import NoSchedulerError
+from services.http.endpoints import UNPLACED
 from services.http.errors import ApiError, ShedError
 from services.http.trace_context import TraceParent
 from services.logs import log_event
@@ -24,6 +32,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 BUSY, UNAVAILABLE = 429, 503
+ANY_POLICY = "random"  # of requests that are not placed
+KEPT = "kept_response"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -33,6 +43,7 @@ class Placing:
     shared: GatewayContext
     incoming: Incoming
     undivided: bool = False  # the request is served by one engine
+    kept: KeptResponse | None = None  # that the request continues: only its instance can
     took_s: float = 0.0  # in total
     _excluded: list[str] = field(default_factory=list)
     _next_best: Sequence[common_pb2.Instance] = ()
@@ -82,6 +93,8 @@ class Placing:
 
     async def _find(self, leg: common_pb2.Leg.ValueType, parent: TraceParent | None) -> Destination:
         shared = self.shared
+        if self.kept is not None:
+            return await self._find_kept(self.kept, parent)
         avoided = shared.failed_lately.avoided()
         if shared.requests.draining:  # one scheduler of several may not know it
             avoided = [*avoided, *shared.requests.draining.difference(avoided)]
@@ -107,6 +120,24 @@ class Placing:
         shared.metrics.last_resort.labels(destination.policy).inc()
         return destination
 
+    async def _find_kept(self, kept: KeptResponse, parent: TraceParent | None) -> Destination:
+        """Return the instance that keeps an earlier response, with a reservation if it can have one."""
+        if kept.instance_id in self._excluded:
+            raise ApiError(UNAVAILABLE, "the instance that keeps the earlier response cannot be reached")
+        try:
+            others = [one.instance_id for one in await self.shared.schedulers.instances()]
+            found = await self._decided([one for one in others if one != kept.instance_id], parent)
+        except ShedError:
+            raise
+        except (NoSchedulerError, ApiError):
+            pass
+        else:
+            if found.instance_id == kept.instance_id:
+                return found
+            await self.give_back(found)
+        self.shared.metrics.last_resort.labels(KEPT).inc()
+        return Destination(instance_id=kept.instance_id, origin=kept.origin, policy=LAST_RESORT)
+
     async def _decided_avoiding(self, avoided: list[str], parent: TraceParent | None) -> Destination:
         """Get a decision without the instances that failed recently; if none is left, with them."""
         more = [instance_id for instance_id in avoided if instance_id not in self._excluded]
@@ -121,10 +152,13 @@ class Placing:
     async def _decided(self, excluded: list[str], parent: TraceParent | None) -> Destination:
         request = self.incoming.request
         request.waited_s = max(0.0, time.monotonic() - self.incoming.arrived_s)
+        is_unplaced = self.incoming.endpoint.kind == UNPLACED
         message = scheduler_pb2.ScheduleRequest(
             request=request,
             prompt=self.incoming.openai.prompt,
+            policy=ANY_POLICY if is_unplaced else "",
             exclude_instance_ids=excluded,
+            dry_run=is_unplaced,
             explain=self.incoming.explain,
         )
         elsewhere = bool(self.shared.last_resort)  # otherwise the request waits even for schedulers that do not reply
@@ -142,7 +176,7 @@ class Placing:
         if decision.HasField("tag"):
             self.incoming.usage.predicted(decision.tag.median_tokens, self.shared.loop.time())
         self.shared.last_resort.note(decision)
-        return destination
+        return replace(destination, decision=None) if is_unplaced else destination
 
     def _give_back(self, response: scheduler_pb2.ScheduleResponse) -> None:
         """Release the reservations of a decision that is not used."""

@@ -24,19 +24,12 @@ from services.http.engine_deaths import EngineDeaths
 from services.http.errors import ApiError, ShedError
 from services.http.kv_transfer import KV_CONNECTORS
 from services.http.prefill_leg import MAX_FAILED_FETCHES, SKIPPED, HeldBlocks, PrefillLeg
-from services.http.proxying import NOT_SERVING, OK, RETRIED, SERVER_ERROR, engine_error
-from services.http.sse import CANCELLED, FAILED
+from services.http.proxying import NOT_SERVING, OK, OWN_HEADERS, RETRIED, SERVER_ERROR, engine_error
+from services.http.reply_format import CANCELLED, FAILED
 from services.logs import log_event
 from services.tracing.request_spans import PREFILL, end_prefill
 
 log = logging.getLogger(__name__)
-
-# Headers of an engine's reply that the gateway sets itself.
-OWN_HEADERS = frozenset(
-    (b"connection", b"keep-alive", b"transfer-encoding", b"content-length", b"date", b"server", b"x-request-id",
-     b"upgrade", b"trailer", b"te", b"proxy-connection")
-)  # fmt: skip
-
 
 BAD_GATEWAY = 502
 
@@ -86,10 +79,16 @@ class RequestForwarder:
             if self.attainment is not None:
                 self.attainment.refused(error.status)
             raise
+        self._note_kept(attempt)
         try:
             await (self._stream(attempt) if attempt.is_stream else self._pass_on(attempt))
         finally:
             attempt.finish(CANCELLED)  # unless it is finished already
+
+    def _note_kept(self, attempt: UpstreamAttempt) -> None:
+        """Note where the response is kept, if it is."""
+        if self.incoming.openai.is_kept and attempt.status == OK:
+            self.context.kept.note(attempt.body, attempt.destination, self.incoming.owner)
 
     async def _response(self) -> UpstreamAttempt:
         """Place and send until an engine responds."""

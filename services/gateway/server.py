@@ -15,9 +15,11 @@ from prometheus_client import CollectorRegistry
 
 from protos.block.v1 import scheduler_pb2_grpc
 from services.draining_requests import DrainingRequests
+from services.gateway.announced_paths import AnnouncedPaths
 from services.gateway.app import Gateway
 from services.gateway.context import GatewayContext
 from services.gateway.destinations import Fallback, OutlierDetection
+from services.gateway.kept_responses import KeptResponses
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.models import Models
 from services.gateway.release_queue import ReleaseQueue
@@ -186,6 +188,7 @@ async def serving(
         stack.push_async_callback(requests.close)
         following_drains = asyncio.create_task(supervised("drains", lambda: schedulers.follow_drains(requests.follow)))
         stack.callback(following_drains.cancel)
+        announced = AnnouncedPaths(schedulers, last_resort, engines)
         context = GatewayContext(
             settings=settings,
             metrics=metrics,
@@ -200,6 +203,8 @@ async def serving(
             last_resort=last_resort,
             failed_lately=OutlierDetection(loop.time),
             models=Models(settings.models, schedulers, last_resort, engines),
+            announced=announced,
+            kept=KeptResponses(),
             objectives=objectives,
             loop=loop,
             tracer=tracer,
@@ -212,5 +217,6 @@ async def serving(
                     port=port, gateway=gateway, scheduler_port=scheduler_port, metrics_port=metrics_port
                 )
         finally:
+            announced.close()
             engines.close()
             await releases.flush(FLUSH_S)

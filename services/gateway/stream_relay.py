@@ -19,7 +19,7 @@ from services.http.continued_request import OFF, EarlierPart
 from services.http.engine_deaths import POISON, EngineDeaths
 from services.http.errors import ApiError
 from services.http.proxying import engine_error
-from services.http.sse import CANCELLED, FAILED
+from services.http.reply_format import CANCELLED, FAILED
 from services.http.stream_continuation import Continuation, NotContinuableError, StreamTranscript, failure_in
 from services.logs import log_event
 from services.tracing.request_spans import MIGRATIONS
@@ -70,7 +70,7 @@ class StreamRelay:
             return
         self._transcript = StreamTranscript(
             body=self.incoming.own_body,
-            chat=self.incoming.is_chat,
+            chat=self.incoming.endpoint.is_chat,
             max_model_len=None if decision is None else decision.instance.settings.max_model_len or None,
             hides_ids=self.incoming.hides_token_ids,
         )

@@ -17,10 +17,12 @@ from services.gateway.incoming import Incoming
 from services.gateway.metrics import ModelMetrics
 from services.http.client import ConnectError, Connection, Headers, request_head
 from services.http.continued_request import EarlierPart
+from services.http.endpoints import UNPLACED
 from services.http.kv_transfer import decode_body, with_cached_tokens
 from services.http.prefill_leg import HeldBlocks, PrefillReply
 from services.http.proxying import OK, RETRIED, SERVER_ERROR, is_event_stream
-from services.http.sse import CANCELLED, FAILED, Ending, StreamReader, ending_of, num_without_token
+from services.http.reply_format import CANCELLED, FAILED
+from services.http.sse import Ending, StreamReader, ending_of, num_without_token
 from services.placement.outcomes import outcome_of
 from services.tracing.request_spans import DECODE, SERVE, STATUS
 
@@ -66,7 +68,7 @@ class UpstreamAttempt:
     _waiting: asyncio.Timeout | None = None  # for the response
     _find_other: Callable[[], Awaitable[bool]] | None = None
     _leaving: asyncio.Task[None] | None = None
-    _reader: StreamReader = field(default_factory=StreamReader)
+    _reader: StreamReader = field(init=False)
     _connection: Connection | None = None
     _is_sent: bool = False
     _first_s: float | None = None
@@ -76,6 +78,10 @@ class UpstreamAttempt:
     _ended: Ending = NOTHING
     _reported: common_pb2.Outcome | None = None
     _span: ActiveSpan | None = None
+
+    def __post_init__(self) -> None:
+        """Read the response as its endpoint writes it."""
+        self._reader = StreamReader(self.incoming.endpoint.format)
 
     @property
     def metrics(self) -> ModelMetrics:
@@ -171,7 +177,8 @@ class UpstreamAttempt:
 
     def _has_begun(self) -> bool:
         """Return whether enough of a stream has come; after a chat's first event a decode leg may still fail."""
-        return bool(self.body) and (self.held is None or not self._reader.has_role_only())
+        has_begun = self.incoming.endpoint.format.has_begun(self.body)
+        return has_begun and (self.held is None or not self._reader.has_role_only())
 
     def has_failed_to_fetch(self) -> bool:
         """Return whether a decode leg ended in an error of the engine, of which nothing has been passed on."""
@@ -204,7 +211,8 @@ class UpstreamAttempt:
     def _count_tokens(self, events: bytes, at_s: float) -> None:
         """Count the time since the piece before, for each token of this one."""
         num_data = self._reader.num_data
-        num_tokens = num_data - self._num_data - num_without_token(events)
+        without = 0 if self._reader.format.is_named else num_without_token(events)
+        num_tokens = num_data - self._num_data - without
         self._num_data = num_data
         if num_tokens > 0:
             self.metrics.inter_token.observe((at_s - self._last_s) / num_tokens, num_tokens)
@@ -281,6 +289,10 @@ class UpstreamAttempt:
         if reason in COMPLETE and ending.finish_reason != reason:  # the end was missing, or an error came after it
             self._ended = ending = replace(ending, finish_reason=reason)
         outcome = self._outcome(ending, ending.finish_reason if reason is None else reason) if self._is_sent else None
+        if self.incoming.endpoint.kind == UNPLACED:  # nothing is reserved, and nothing generated
+            if self._span is not None:
+                self._end_span(self._span, outcome)
+            return None
         if outcome is not None:
             if counts:
                 self.metrics.ended(self._as_received(outcome), self.incoming.spans.trace_id)
@@ -317,7 +329,7 @@ class UpstreamAttempt:
         if self.is_stream:
             return self._reader.ending()
         if self.status == OK:
-            return ending_of(self.body)
+            return ending_of(self.body, self.incoming.endpoint.format)
         return NOTHING if self.status in RETRIED or not self.status else REFUSED
 
     def _outcome(self, ending: Ending, reason: common_pb2.FinishReason.ValueType) -> common_pb2.Outcome:

@@ -14,6 +14,7 @@ from uuid import uuid4
 from prometheus_client import CollectorRegistry
 
 from services.http.client import Headers
+from services.http.error_shape import PLAIN_ERRORS, ErrorShape
 from services.http.errors import ApiError, HttpError
 from services.http.limits import BODY_TIMEOUT, DEFAULT_LIMITS, SETTINGS, HttpLimits, Refusals
 from services.http.proxying import is_event_stream
@@ -31,6 +32,7 @@ Endpoint = Callable[["Call"], Awaitable[None]]
 
 REQUEST_ID = b"x-request-id"
 BODY_S = 60.0  # to receive a body
+OTHER = "other"  # the route of a path that is not served
 FIRST_BODY_S = 10.0  # of them, in which the rate does not matter
 CLIENT_LEFT = 499  # nginx's status for it, in metrics only
 JSON: Headers = [(b"content-type", b"application/json")]
@@ -55,6 +57,8 @@ class Call:
     caller: Caller | None = None  # of a call whose route needs a role
     added_headers: Headers = field(default_factory=list)  # that every reply to this call has
     has_ended: bool = False
+    errors: ErrorShape = PLAIN_ERRORS
+    route: str = OTHER  # as metrics name it
 
     @property
     def headers(self) -> Headers:
@@ -91,9 +95,9 @@ class Call:
     async def fail(self, error: HttpError) -> None:
         """Send an error: as the reply, or as the last event of a stream; another reply that has started is cut off."""
         if self.status == 0:
-            await self.reply(error.status, error.headers(), error.body())
+            await self.reply(error.status, error.headers(), self.errors.body(error))
         elif self.is_stream and not self.has_ended:
-            await self.end(error.event())
+            await self.end(self.errors.event(error))
 
 
 class Application:
@@ -144,11 +148,12 @@ class Application:
         if scope["type"] != "http":
             return
         call = Call(scope=scope, receive=receive, send=send, request_id=uuid4().hex)
-        path, has_left = "other", False
+        has_left = False
         try:
+            call.errors = self.errors_of(scope["path"])
             call.request_id = self.request_id_of(call)
             endpoint = self.endpoint_of(call)
-            path = self.route_of(scope["path"])
+            call.route = call.route if call.route != OTHER else self.route_of(scope["path"])
             self.authorize(call)
             await endpoint(call)
         except HttpError as error:
@@ -169,7 +174,7 @@ class Application:
         status = CLIENT_LEFT if has_left else call.status
         if call.caller is not None and self.access is not None:
             self.access.ended(call.caller, call.scope, status)
-        self.on_end(call, path, status)
+        self.on_end(call, call.route, status)
 
     def authorize(self, call: Call) -> None:
         """Check that the caller may use the route, by the table of all routes, where callers are checked."""
@@ -187,6 +192,10 @@ class Application:
     def request_id_of(self, call: Call) -> str:
         """Return the id that the client gives its request, else the call's own, which is random."""
         return (call.header(REQUEST_ID) or b"").decode("latin-1") or call.request_id
+
+    def errors_of(self, path: str) -> ErrorShape:  # noqa: ARG002
+        """Return the shape of the errors of a path."""
+        return PLAIN_ERRORS
 
     def on_end(self, call: Call, path: str, status: int) -> None:
         """Note the end of a call; `path` is one of the routes, or `other`."""

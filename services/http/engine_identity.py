@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from services.http.client import Headers, HttpClient, Origin
+from services.http.json_body import reply_json
 
 WITHIN_S = 30.0  # for each of an engine's two replies
 
@@ -59,7 +59,7 @@ async def _object(
 ) -> Mapping[str, Any]:
     try:
         status, body = await client.get(origin, target, within_s=within_s, headers=headers)
-        reply = json.loads(body)
+        reply = reply_json(body)
     except (OSError, ValueError) as error:
         raise ValueError(f"{target.decode()} is not answered: {error or type(error).__name__}") from None
     if status != 200 or not isinstance(reply, dict):

@@ -12,6 +12,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
+from services.http.client import Headers
 from services.http.errors import HttpError
 from services.http.limits import (
     HEADER_TIMEOUT,
@@ -32,6 +33,9 @@ MAX_PIPELINED = 64  # requests that wait for the response to an earlier one
 LINGER_S = 2.0  # for a client to read a refusal while it still sends
 MAX_LINGERING = 64  # connections beyond the limit that get a reply
 REST_S = 10.0  # for the rest of a body whose request has its response
+CALLBACKS = (
+    "on_message_begin", "on_url", "on_header", "on_headers_complete", "on_body", "on_message_complete",
+)  # fmt: skip
 READ_BYTES = 4096  # that a slow reader takes each time
 
 
@@ -60,6 +64,35 @@ class ConnectionGuard:
         return self.error(status, message, code=code)
 
 
+class BodyAfterUpgrade:
+    """Reads on behind the head of a request that offers an upgrade, as clients for HTTP/2 do, as if it did not."""
+
+    def __init__(self, protocol: GuardedProtocol) -> None:
+        """Call the protocol, but not for the head."""
+        self._protocol = protocol
+        self._is_behind_head = False
+
+    def parser_for(self, framing: Headers) -> httptools.HttpRequestParser:
+        """Return a parser that expects a body with these headers, and then further requests."""
+        parser = httptools.HttpRequestParser(self)
+        parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        parser.feed_data(b"POST / HTTP/1.1\r\n%s\r\n" % b"".join(b"%s: %s\r\n" % pair for pair in framing))
+        self._is_behind_head = True
+        return parser
+
+    def __getattr__(self, name: str) -> Any:
+        """Pass a callback of the parser on."""
+        if name not in CALLBACKS:
+            raise AttributeError(name)
+        callback = getattr(self._protocol, name)
+
+        def passed_on(*parts: bytes) -> None:
+            if self._is_behind_head:
+                callback(*parts)
+
+        return passed_on
+
+
 class GuardedProtocol(HttpToolsProtocol):
     """One connection; after a refusal it reads nothing more and is closed."""
 
@@ -75,6 +108,8 @@ class GuardedProtocol(HttpToolsProtocol):
         self._in_head = self._in_body = False
         self._num_headers = self._head_bytes = 0
         self._num_unparsed = 0  # bytes since the last target, header or part of a body
+        self._num_received = 0  # of a head that is not complete
+        self._num_begun = 0  # messages, in the bytes received last
         self._timer: asyncio.TimerHandle | None = None  # of a head, of the rest of a body, or of lingering
         self._unread_timer: asyncio.TimerHandle | None = None
         self._num_unread = 0
@@ -111,12 +146,15 @@ class GuardedProtocol(HttpToolsProtocol):
             return
         self._unset_keepalive_if_required()
         self._num_unparsed += len(data)
+        begins_in_body, self._num_begun = self._in_body, 0
         try:
             self._feed(data)
         except httptools.HttpParserError:
             self._refuse(self._violation or INVALID_HTTP)
             return
-        if self._num_unparsed > self._limits.max_header_bytes:
+        if self._in_head and not begins_in_body and self._num_begun <= 1:  # all of it belongs to this head
+            self._num_received += len(data)
+        if max(self._num_unparsed, self._num_received) > self._limits.max_header_bytes:
             self._refuse(HEADERS_TOO_LARGE if self._in_head or self._in_body else INVALID_HTTP)
         elif self._timer is None and (self._in_head or (self._num_unparsed and not self._in_body)):
             self._wait(self._limits.header_s, self._head_is_late)
@@ -127,6 +165,8 @@ class GuardedProtocol(HttpToolsProtocol):
                 self.parser.feed_data(data)
             except httptools.HttpParserUpgrade as upgrade:  # is not served: the client goes on with HTTP/1.1
                 data = data[upgrade.args[0] :]
+                if framing := self._framing():
+                    self.parser = BodyAfterUpgrade(self).parser_for(framing)
             else:
                 return
 
@@ -148,7 +188,8 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._certificate_names:
             self.scope["extensions"] = {"tls": {"client_cert_names": self._certificate_names}}
         self._in_head = True
-        self._num_headers = self._head_bytes = 0
+        self._num_headers = self._head_bytes = self._num_received = 0
+        self._num_begun += 1
 
     def on_url(self, url: bytes) -> None:
         """Note a piece of the target."""
@@ -169,7 +210,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """Note that a body begins, and serve the request."""
-        self._in_head, self._in_body, self._num_unparsed = False, True, 0
+        self._in_head, self._in_body, self._num_unparsed, self._num_received = False, True, 0, 0
         self._stop_waiting()
         if len(self.pipeline) >= MAX_PIPELINED:
             self._violate(INVALID_HTTP)
@@ -181,10 +222,17 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """Note that the request is complete."""
+        """Note that the request is complete; with an offer to upgrade, the parser does not see its body."""
+        if self.parser.should_upgrade() and self._framing():
+            return
         self._in_body, self._num_unparsed = False, 0
         self._stop_waiting()
         super().on_message_complete()
+
+    def _framing(self) -> Headers:
+        """Return the headers that say where the body of the request ends, if it has one."""
+        found = [pair for pair in self.headers if pair[0] in (b"content-length", b"transfer-encoding")]
+        return [] if found == [(b"content-length", b"0")] else found
 
     def _violate(self, code: str) -> None:
         """Stop the parser."""
@@ -231,7 +279,7 @@ class GuardedProtocol(HttpToolsProtocol):
             if cycle.response_started or not cycle.more_body:
                 cycle.keep_alive = False
                 return
-            cycle.disconnected = True
+            cycle.disconnected, cycle.waiting_for_100_continue = True, False
             cycle.message_event.set()
         error = self._guard.refusal(code)
         body = error.body()

@@ -96,9 +96,9 @@ def _constants(text: str) -> Iterator[list[str]]:
 
 
 def _path_of(paths: Iterator[list[str]]) -> str | None:
-    """Write the first path as Python would, and as far as it is short."""
-    path = next(paths, None)
-    return _shortened("".join(path).removeprefix(".")) or None if path is not None else None
+    """Write the first path as Python would, as far as it is short; one in a list that is the whole has no name."""
+    text = "".join(next(paths, []))
+    return _shortened(text[1:]) or None if text.startswith(".") else None
 
 
 def _shortened(path: str) -> str:

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from predictor.request import DECODE, PREFILL, SERVE
-from services.http.openai_body import KV_TRANSFER_PARAMS, with_fields
-from services.http.stream_continuation import IDS_FIELD
+from services.http.continuable import IDS_FIELD
+from services.http.json_fields import with_fields
+from services.http.openai_body import KV_TRANSFER_PARAMS
 from services.settings import Option
 
 LIMITS = ("max_tokens", "max_completion_tokens")

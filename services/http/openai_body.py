@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from scheduler.prefix.prompt import PROMPT_END_BYTES
-from services.http.json_body import MAX_JSON_DEPTH, JsonError, request_json
-from services.http.stream_continuation import IDS_FIELD, why_not_continuable
+from services.http.continuable import IDS_FIELD, has_other_parts, why_not_continuable
+from services.http.json_body import MAX_JSON_DEPTH
+from services.http.json_fields import (
+    MAX_TOKENS,
+    count_in,
+    description_of,
+    flag_in,
+    model_in,
+    object_in,
+    signed,
+    xargs_in,
+)
 
-MAX_TOKENS = 2**31 - 1
-LONGEST_NAME = 256  # characters of ids and names
 MAX_TOKEN_IDS = 8192  # kept of a prompt that is sent as token ids
 KV_TRANSFER_PARAMS = "kv_transfer_params"
+COMPLETE, CONVERSE = "text_completion", "chat"
+MOST_BYTES = 2**31  # that a prompt counts
 MESSAGE_TOKENS = 4  # that a chat template adds to each message, approximately
 
 
@@ -40,6 +50,12 @@ class OpenAIRequest:
     conversation: Mapping[str, Any] | None = None  # the whole body of a chat
     xargs: Mapping[str, Any] | None = None  # `vllm_xargs`, for plug-ins of vLLM; None without this key
     undivided: bool = False  # one engine must serve it whole: see `_is_undivided`
+    prefill_only: bool = False  # the engine computes the prompts and generates nothing
+    is_object: bool = True  # its body is a JSON object, to which fields can be added
+    operation: str = COMPLETE  # what it asks for, as OpenTelemetry names it
+    response_id: str = ""  # of the earlier response that it continues, which one engine keeps
+    names_itself: bool = False  # its body has the id that the engine gives the response
+    is_kept: bool = False  # the engine keeps its response, which can be requested later
     why_not_continuable: str = ""  # why its stream cannot continue on another engine; empty where it can
     returns_token_ids: bool = False  # the client asks for them
     has_kv_transfer_params: bool = False  # as a field, or in `vllm_xargs`, where vLLM finds them too
@@ -47,52 +63,78 @@ class OpenAIRequest:
 
 def read_body(body: bytes, *, chat: bool, max_depth: int = MAX_JSON_DEPTH) -> OpenAIRequest:
     """Read the body of a (chat) completion."""
-    try:
-        data = request_json(body, max_depth)
-    except JsonError:
-        raise
-    except ValueError as error:
-        raise ValueError(f"the body is not JSON: {error}") from None
-    if not isinstance(data, dict):
-        raise ValueError("the body must be a JSON object")
+    data = object_in(body, max_depth)
     prompts: list[list[int]] = []
     if chat:
         parts, num_messages = _conversation(data)
     else:
         (parts, prompts), num_messages = _prompt(data), 0
-    text = "\n".join(parts).encode("utf-8", "replace")
     num_prompts = 1 if chat else max(len(parts), len(prompts))
-    limit = _count(data, "max_completion_tokens") if chat else None
-    max_tokens = _count(data, "max_tokens") if limit is None else limit
-    hints, xargs = _hints(data), _xargs(data)
-    names_blocks = _names_blocks(data)
-    return OpenAIRequest(
-        model=_model(data),
-        stream=_flag(data, "stream"),
-        prompt=text if len(text) <= 2 * PROMPT_END_BYTES else text[:PROMPT_END_BYTES] + text[-PROMPT_END_BYTES:],
-        prompt_bytes=len(text),
+    limit = count_in(data, "max_completion_tokens") if chat else None
+    max_tokens = count_in(data, "max_tokens") if limit is None else limit
+    return request_in(
+        data,
+        parts,
+        max_tokens=max_tokens,
         prompt_tokens=sum(map(len, prompts)) if prompts else None,
         num_messages=num_messages,
-        max_tokens=max_tokens,
-        min_tokens=_count(data, "min_tokens"),
-        ignore_eos=_flag(data, "ignore_eos"),
-        expected_tokens=_hinted_length(hints),
-        priority=_signed(data.get("priority"), "priority"),
-        hinted_priority=_hinted_priority(hints),
         token_ids=tuple(prompts[0][:MAX_TOKEN_IDS]) if len(prompts) == 1 else (),
         num_prompts=num_prompts,
         num_samples=_num_samples(data),
         conversation=data if chat else None,
-        xargs=xargs,
         undivided=num_prompts > 1
-        or names_blocks
         or (max_tokens is not None and max_tokens <= 1)
-        or (chat and _has_other_parts(data["messages"]))
+        or (chat and has_other_parts(data["messages"]))
         or _is_undivided(data),
-        why_not_continuable="kv_transfer_params" if names_blocks else why_not_continuable(data, chat=chat),
+        why_not_continuable=why_not_continuable(data, chat=chat),
         returns_token_ids=bool(data.get(IDS_FIELD)),
-        has_kv_transfer_params=names_blocks,
+        operation=CONVERSE if chat else COMPLETE,
     )
+
+
+def request_in(  # noqa: PLR0913 - what endpoints differ in
+    data: Mapping[str, Any],
+    texts: Sequence[str],
+    *,
+    max_tokens: int | None,
+    undivided: bool = True,
+    prompt_tokens: int | None = None,
+    num_messages: int = 0,
+    expected_tokens: int | None = None,
+    repeated_bytes: int = 0,
+    **more: Any,
+) -> OpenAIRequest:
+    """Read the fields that the bodies of all endpoints share; `texts` are those of the prompts.
+
+    An engine computes `repeated_bytes` of them again.
+    """
+    text = "\n".join(texts).encode("utf-8", "replace")
+    hints = _hints(data)
+    if names_blocks_in(data):
+        more |= {"has_kv_transfer_params": True, "why_not_continuable": KV_TRANSFER_PARAMS}
+        undivided = True
+    return OpenAIRequest(
+        model=model_in(data),
+        stream=flag_in(data, "stream"),
+        prompt=ends_of(text),
+        prompt_bytes=min(len(text) + repeated_bytes, MOST_BYTES),
+        prompt_tokens=prompt_tokens,
+        num_messages=num_messages,
+        max_tokens=max_tokens,
+        min_tokens=count_in(data, "min_tokens"),
+        ignore_eos=flag_in(data, "ignore_eos"),
+        expected_tokens=_hinted_length(hints) or expected_tokens,
+        priority=signed(data.get("priority"), "priority"),
+        hinted_priority=_hinted_priority(hints),
+        xargs=xargs_in(data),
+        undivided=undivided,
+        **more,
+    )
+
+
+def ends_of(text: bytes) -> bytes:
+    """Return what is kept of a prompt: the whole of a short one, the head and the tail of a long one."""
+    return text if len(text) <= 2 * PROMPT_END_BYTES else text[:PROMPT_END_BYTES] + text[-PROMPT_END_BYTES:]
 
 
 def names_kv_blocks(body: bytes) -> bool:
@@ -106,18 +148,13 @@ def names_kv_blocks(body: bytes) -> bool:
         raise ValueError("the body is nested too deeply") from None
     except ValueError:
         return False
-    return isinstance(data, dict) and _names_blocks(data)
+    return isinstance(data, dict) and names_blocks_in(data)
 
 
-def _names_blocks(data: Mapping[str, Any]) -> bool:
+def names_blocks_in(data: Mapping[str, Any]) -> bool:
+    """Return whether a request has `kv_transfer_params`, as a field or in `vllm_xargs`."""
     xargs = data.get("vllm_xargs")
     return data.get(KV_TRANSFER_PARAMS) is not None or (isinstance(xargs, dict) and KV_TRANSFER_PARAMS in xargs)
-
-
-def with_fields(body: bytes, fields: bytes) -> bytes:
-    """Add fields, written as JSON, to a body that is an object and not empty; the rest is not read again."""
-    inside = body.index(b"{") + 1
-    return b"%s%s,%s" % (body[:inside], fields, body[inside:])
 
 
 def _is_undivided(data: Mapping[str, Any]) -> bool:
@@ -140,40 +177,6 @@ def _num_samples(data: Mapping[str, Any]) -> int:
     """Return how many responses to a prompt are generated; the engine refuses what is no such number."""
     given = [value for value in (data.get("n"), data.get("best_of")) if type(value) is int]
     return min(MAX_TOKENS, max([1, *given]))
-
-
-def _has_other_parts(messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether a conversation contains anything but text, such as images."""
-    contents = (message.get("content") for message in messages)
-    return any(
-        isinstance(part, dict) and part.get("text") is None
-        for content in contents
-        if isinstance(content, list)
-        for part in content
-    )
-
-
-# As everywhere in OpenAI's API, null means that a field is absent.
-
-
-def _model(data: Mapping[str, Any]) -> str:
-    model = data.get("model")
-    if model is None:
-        return ""
-    if not isinstance(model, str):
-        raise ValueError(f"model: must be a string, not {description_of(model)}")
-    if len(model) > LONGEST_NAME:
-        raise ValueError(f"model: is longer than {LONGEST_NAME} characters")
-    return model
-
-
-def _xargs(data: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    if "vllm_xargs" not in data:
-        return None
-    xargs = data["vllm_xargs"] or {}
-    if not isinstance(xargs, dict):
-        raise ValueError(f"vllm_xargs: must be an object, not {description_of(xargs)}")
-    return xargs
 
 
 def _prompt(data: Mapping[str, Any]) -> tuple[list[str], list[list[int]]]:
@@ -244,26 +247,6 @@ def conversation_texts(messages: Sequence[Any]) -> list[str]:
     return texts
 
 
-def _flag(data: Mapping[str, Any], name: str) -> bool:
-    value = data.get(name)
-    if value is None:
-        return False
-    if not isinstance(value, bool):
-        raise ValueError(f"{name}: must be true or false, not {description_of(value)}")
-    return value
-
-
-def _count(data: Mapping[str, Any], name: str) -> int | None:
-    value = data.get(name)
-    if value is None:
-        return None
-    if type(value) is not int:
-        raise ValueError(f"{name}: must be a whole number, not {description_of(value)}")
-    if not 0 <= value <= MAX_TOKENS:
-        raise ValueError(f"{name}: must lie between 0 and {MAX_TOKENS}, not {value}")
-    return value
-
-
 def _hints(data: Mapping[str, Any]) -> Mapping[str, Any]:
     """Find Dynamo's hints for agents; its other extensions are for the engine."""
     extensions = data.get("nvext")
@@ -273,39 +256,12 @@ def _hints(data: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _hinted_length(hints: Mapping[str, Any]) -> int | None:
     try:
-        return _count(hints, "osl") or None
+        return count_in(hints, "osl") or None
     except ValueError as error:
         raise ValueError(f"nvext.agent_hints.{error}") from None
 
 
 def _hinted_priority(hints: Mapping[str, Any]) -> int | None:
     """Read Dynamo's priority and change its sign: there, higher runs first."""
-    hinted = _signed(hints.get("priority"), "nvext.agent_hints.priority")
+    hinted = signed(hints.get("priority"), "nvext.agent_hints.priority")
     return None if hinted is None else -hinted
-
-
-def _signed(value: Any, name: str) -> int | None:
-    if value is None:
-        return None
-    if type(value) is not int:
-        raise ValueError(f"{name}: must be a whole number, not {description_of(value)}")
-    return bounded(value, name)
-
-
-def bounded(value: int, name: str) -> int:
-    """Refuse a whole number beyond 32 bits, which engines do."""
-    if abs(value) > MAX_TOKENS:
-        raise ValueError(f"{name}: must lie between -{MAX_TOKENS} and {MAX_TOKENS}, not {value}")
-    return value
-
-
-def description_of(value: Any) -> str:
-    """Describe a JSON value of the wrong type, in short."""
-    kinds: dict[type, Callable[[Any], str]] = {
-        dict: lambda _: "an object",
-        list: lambda _: "a list",
-        str: lambda text: repr(text if len(text) <= 40 else text[:40] + "…"),
-        type(None): lambda _: "null",
-        bool: lambda flag: str(flag).lower(),
-    }
-    return kinds.get(type(value), repr)(value)

@@ -11,7 +11,7 @@ from protos.block.v1 import common_pb2
 from services.http.client import ConnectError, Headers, HttpClient, Origin, request_head
 from services.http.kv_transfer import KvConnector, PrefilledPrompt, prefill_body, read_prefill_reply
 from services.http.proxying import OK, RETRIED
-from services.http.sse import CANCELLED, FAILED
+from services.http.reply_format import CANCELLED, FAILED
 from services.logs import log_event
 
 log = logging.getLogger(__name__)

@@ -58,7 +58,7 @@ class PromptSizes:
     def learn(self, request: OpenAIRequest, prompt_tokens: int) -> None:
         """Take an engine's count of a prompt."""
         text_tokens = prompt_tokens - MESSAGE_TOKENS * request.num_messages
-        if request.prompt_tokens is not None or request.prompt_bytes == 0 or text_tokens <= 0:
+        if request.prompt_tokens is not None or request.prompt_bytes == 0 or text_tokens <= 0 or request.response_id:
             return
         if request.model not in self._observed and len(self._observed) >= MAX_MODELS:
             return
@@ -112,7 +112,7 @@ class PromptTokens:
         if not request.prompt:
             return self.sizes.tokens(request), []
         num_tokens, names = self._tokenise(request.prompt, request.prompt_bytes, is_chat=False)
-        is_as_sent = request.conversation is None and request.num_prompts == 1
+        is_as_sent = not request.num_messages and request.num_prompts == 1
         return num_tokens + MESSAGE_TOKENS * request.num_messages, names if is_as_sent else []
 
     def _tokenise(self, data: bytes, num_bytes: int, *, is_chat: bool) -> tuple[int, list[bytes]]:

@@ -14,6 +14,11 @@ HOP_BY_HOP = frozenset(
     (b"host", CONNECTION, b"content-length", b"transfer-encoding", b"keep-alive", b"te", b"trailer", b"upgrade",
      b"expect", b"proxy-connection", b"proxy-authorization")
 )  # fmt: skip
+# Headers of an engine's reply that a gateway sets itself.
+OWN_HEADERS = frozenset(
+    (b"connection", b"keep-alive", b"transfer-encoding", b"content-length", b"date", b"server", b"x-request-id",
+     b"upgrade", b"trailer", b"te", b"proxy-connection")
+)  # fmt: skip
 OK, SERVER_ERROR = 200, 500
 RETRIED = (429, SERVER_ERROR, 502, 503, 504)  # statuses of an engine that another engine may not return
 NOT_SERVING = (502, 503, 504)  # of them, those of an engine that is down

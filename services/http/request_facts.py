@@ -14,7 +14,8 @@ from services.engine_state.xargs import facts_in
 from services.http.application import REQUEST_ID
 from services.http.client import Headers
 from services.http.engine_arguments import CLASSES, with_arguments
-from services.http.openai_body import LONGEST_NAME, OpenAIRequest, bounded, with_fields
+from services.http.json_fields import LONGEST_NAME, bounded, with_fields
+from services.http.openai_body import OpenAIRequest
 from services.objectives import ObjectiveTable
 from services.rpc.objectives import WHEN_LATE_VALUES, fill_from
 
@@ -184,6 +185,8 @@ def request_message(  # noqa: PLR0913 - what a request is read from
         model=openai.model,
         prompt_tokens=prompt_tokens,
         max_tokens=openai.max_tokens,
+        output_tokens=1 if openai.prefill_only else None,  # the step that ends the prompt
+        num_prompts=openai.num_prompts if openai.num_prompts > 1 else 0,
         min_tokens=openai.min_tokens,
         ignore_eos=openai.ignore_eos,
         expected_output_tokens=openai.expected_tokens,
@@ -213,6 +216,8 @@ def body_to_pass(body: bytes, openai: OpenAIRequest, request: common_pb2.Request
 
     A vLLM with Block's plug-in reads them, and any other ignores them.
     """
+    if not openai.is_object:
+        return body
     added: dict[str, Any] = {}
     if openai.priority is None and request.priority != 0:
         added["priority"] = request.priority

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from protos.block.v1 import common_pb2
+from services.http.reply_format import COMPLETIONS_FORMAT, DATA, FAILED, UNSPECIFIED, ReplyFormat
 
 TAIL_BYTES = 4096  # of the last events of a stream
 NUM_LAST_PIECES = 4  # which contain them: the last token's, the usage's, [DONE]
@@ -15,26 +16,14 @@ MAX_EVENT_BYTES = 16 * 2**20  # a longer event is passed on before it is complet
 
 EVENT_ENDS = (b"\n\n", b"\r\n\r\n")
 LONGEST_END = max(map(len, EVENT_ENDS))
-DATA, DATA_FIRST = b"\ndata:", b"data:"
+DATA_FIRST = b"data:"
 DONE = b"[DONE]"
 DONE_EVENTS = tuple(DONE + end for end in EVENT_ENDS)
 
 # In JSON texts a quotation mark is escaped, so these cannot stand inside the text of a response.
-_REASON = re.compile(rb'"finish_reason"\s*:\s*"(\w+)"')
-_OUTPUT = re.compile(rb'"completion_tokens"\s*:\s*(\d{1,9})\b')
-_PROMPT = re.compile(rb'"prompt_tokens"\s*:\s*(\d{1,9})\b')
 _USAGE_ONLY = re.compile(rb'"choices"\s*:\s*\[\s*\]')
 _ROLE_ONLY = re.compile(rb'"delta"\s*:\s*\{[^{}]*"role"\s*:[^{}]*"content"\s*:\s*(?:""|null)')
 _ERROR = re.compile(rb'\ndata: ?\{\s*"error"\s*:')
-
-CANCELLED, FAILED = common_pb2.FINISH_REASON_CANCELLED, common_pb2.FINISH_REASON_FAILED
-REASONS = {
-    b"stop": common_pb2.FINISH_REASON_STOP,
-    b"tool_calls": common_pb2.FINISH_REASON_STOP,
-    b"length": common_pb2.FINISH_REASON_LENGTH,
-    b"abort": FAILED,
-    b"error": FAILED,
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +43,9 @@ class StreamReader:
     The start of an event waits for the rest of it, so that an engine that dies leaves no half event behind.
     """
 
-    num_data: int = 0  # lines of data so far
+    format: ReplyFormat = COMPLETIONS_FORMAT
+    num_data: int = 0  # events so far that may have a token
+    last_name: bytes = b""  # of the last event, where events have names
     _held: bytearray = field(default_factory=bytearray)
     _first: bytes = b""
     _last: deque[bytes] = field(default_factory=lambda: deque(maxlen=NUM_LAST_PIECES))
@@ -85,7 +76,11 @@ class StreamReader:
 
     def _note(self, piece: bytes) -> None:
         """Count the events of a piece, which starts with one, and keep its end for a while."""
-        self.num_data += piece.count(DATA) + piece.startswith(DATA_FIRST)
+        if self.format.is_named:
+            self.num_data += piece.count(self.format.token_mark)
+            self.last_name = self.format.last_name(piece) or self.last_name
+        else:
+            self.num_data += piece.count(DATA) + piece.startswith(DATA_FIRST)
         if not self._first:
             self._first = piece[:TAIL_BYTES]
         self._last.append(piece)
@@ -97,8 +92,8 @@ class StreamReader:
     def ending(self) -> Ending:
         """Return how the stream ended, as far as it has come."""
         tail = b"\n" + b"".join(self._last)[-TAIL_BYTES:]
-        ending = ending_of(tail)
-        finish_reason = FAILED if _ERROR.search(tail) else ending.finish_reason
+        ending = ending_of(tail, self.format)
+        finish_reason = self._reason(tail, ending)
         if ending.output_tokens:
             return Ending(
                 finish_reason=finish_reason, output_tokens=ending.output_tokens, prompt_tokens=ending.prompt_tokens
@@ -110,10 +105,19 @@ class StreamReader:
             has_count=False,
         )
 
+    def _reason(self, tail: bytes, ending: Ending) -> common_pb2.FinishReason.ValueType:
+        if not self.format.is_named:
+            return FAILED if _ERROR.search(tail) else ending.finish_reason
+        by_name = self.format.last_events.get(self.last_name, UNSPECIFIED)
+        given = self.format.reason_in(tail)
+        return by_name if given is None or by_name in (FAILED, UNSPECIFIED) else given
+
     def is_cut(self) -> bool:
         """Return whether an answer has begun, and no event ends it."""
+        if self.format.is_named:
+            return bool(self.last_name) and self.last_name not in self.format.last_events
         tail = b"\n" + b"".join(self._last)[-TAIL_BYTES:]
-        has_end = _REASON.search(tail) or _ERROR.search(tail) or b"data: " + DONE in tail
+        has_end = self.format.reason.search(tail) or _ERROR.search(tail) or b"data: " + DONE in tail
         return not has_end and b'"finish_reason"' in tail
 
     def token_times(self, marks: Iterable[tuple[int, float]], ending: Ending) -> Iterable[tuple[int, float]]:
@@ -130,22 +134,23 @@ class StreamReader:
 
     def _num_texts(self, tail: bytes) -> int:
         """Return the number of events that contain text."""
+        if self.format.is_named:
+            return self.num_data
         no_text = (b"data: " + DONE in tail) + len(_ERROR.findall(tail)) + (_USAGE_ONLY.search(tail) is not None)
         return max(0, self.num_data - no_text - self._begins_with_role())
 
     def _begins_with_role(self) -> bool:
-        return _ROLE_ONLY.search(self._first.partition(b"\n\n")[0]) is not None
+        return not self.format.is_named and _ROLE_ONLY.search(self._first.partition(b"\n\n")[0]) is not None
 
 
-def ending_of(body: bytes) -> Ending:
+def ending_of(body: bytes, form: ReplyFormat = COMPLETIONS_FORMAT) -> Ending:
     """Read the end of a response in one piece; 0 output tokens where it reports no usage."""
-    reasons, outputs, prompts = _REASON.findall(body), _OUTPUT.findall(body), _PROMPT.findall(body)
+    reason = form.reason_in(body)
+    prompt_tokens, output_tokens = form.tokens_in(body)
     return Ending(
-        finish_reason=REASONS.get(reasons[-1], common_pb2.FINISH_REASON_UNSPECIFIED)
-        if reasons
-        else common_pb2.FINISH_REASON_UNSPECIFIED,
-        output_tokens=int(outputs[-1]) if outputs else 0,
-        prompt_tokens=int(prompts[-1]) if prompts else None,
+        finish_reason=form.otherwise if reason is None else reason,
+        output_tokens=output_tokens,
+        prompt_tokens=prompt_tokens,
     )
 
 

@@ -11,14 +11,13 @@ import json
 import re
 from array import array
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from services.http.continuable import IDS_FIELD
+from services.http.paths import CHAT, COMPLETIONS
 from services.http.sse import DONE, data_of
-
-COMPLETIONS, CHAT = b"/v1/completions", b"/v1/chat/completions"
-IDS_FIELD = "return_token_ids"  # of vLLM's requests
 
 MAX_UNREAD_BYTES = 2**16  # of events that are kept as they came
 DEFAULT_COMPLETION_TOKENS = 16  # of OpenAI's API
@@ -39,47 +38,6 @@ CHAT_FIELDS = frozenset(
 )  # fmt: skip
 # A prompt of token ids has been cut, and has its special tokens.
 PROMPT_FIELDS = frozenset(("truncate_prompt_tokens", "add_special_tokens", "prompt"))
-
-GRAMMARS = (
-    "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "structural_tag",
-)  # fmt: skip
-
-
-def why_not_continuable(data: Mapping[str, Any], *, chat: bool) -> str:
-    """Return why a request's stream cannot continue on another engine; empty where it can."""
-    get = data.get
-    if (get("n") or 1) != 1 or (get("best_of") or 1) != 1 or get("use_beam_search"):
-        return "several_answers"
-    if get("logprobs") or get("top_logprobs") or get("prompt_logprobs") is not None:
-        return "logprobs"
-    if get("echo"):
-        return "prompt"
-    if any(get(name) for name in GRAMMARS) or _has_format(get("response_format")):
-        return "structured_output"
-    if get("tools") and get("tool_choice") != "none":
-        return "tools"
-    return _why_not_by_messages(get("messages") or ()) if chat else _why_not_by_prompt(data)
-
-
-def _why_not_by_prompt(data: Mapping[str, Any]) -> str:
-    prompt = data.get("prompt")
-    if data.get("suffix") or data.get("prompt_embeds") is not None:
-        return "prompt"
-    is_one = isinstance(prompt, str) or (isinstance(prompt, list) and all(type(item) is int for item in prompt))
-    return "" if is_one else "several_prompts"
-
-
-def _why_not_by_messages(messages: Sequence[Any]) -> str:
-    has_media = any(_has_media(message.get("content")) for message in messages if isinstance(message, dict))
-    return "media" if has_media else ""
-
-
-def _has_format(given: Any) -> bool:
-    return isinstance(given, dict) and given.get("type", "text") != "text"
-
-
-def _has_media(content: Any) -> bool:
-    return isinstance(content, list) and any(isinstance(part, dict) and part.get("text") is None for part in content)
 
 
 def failure_in(events: bytes) -> int:
@@ -150,8 +108,8 @@ class StreamTranscript:
     def __post_init__(self) -> None:
         """Find out how much text engines hold back."""
         if b'"stop"' in self.body:
-            stop = self.data.get("stop") or ()
-            strings = (stop,) if isinstance(stop, str) else stop
+            stop = self.data.get("stop")  # anything: the engine refuses what is no string
+            strings = [stop] if isinstance(stop, str) else stop if isinstance(stop, list) else []
             if not self.data.get("include_stop_str_in_output"):  # vLLM: IncrementalDetokenizer.stop_buffer_length
                 self._num_held_back = max((len(one) - 1 for one in strings if isinstance(one, str)), default=0)
 

@@ -16,14 +16,16 @@ from scheduler.instances import OverloadedError
 from scheduler.placement import Placement
 from services.draining_requests import REMOVED, Stay
 from services.http.client import Connection, HttpClient, origin_of
+from services.http.continuable import IDS_FIELD
 from services.http.continued_request import BY_TOKEN_IDS, OFF, EarlierPart, continued_request
 from services.http.engine_deaths import POISON, EngineDeaths
 from services.http.kv_transfer import KV_CONNECTORS
 from services.http.openai_body import OpenAIRequest
+from services.http.paths import CHAT
 from services.http.prefill_leg import MAX_FAILED_FETCHES, SKIPPED, HeldBlocks, PrefillLeg
 from services.http.prompt_tokens import PromptSizes
 from services.http.proxying import OK
-from services.http.stream_continuation import CHAT, IDS_FIELD, Continuation, NotContinuableError, StreamTranscript
+from services.http.stream_continuation import Continuation, NotContinuableError, StreamTranscript
 from services.logs import log_event
 from services.placement.driver import PlacementDriver
 from services.placement.generation_spans import GenerationSpans, answer_recorded

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from protos.block.v1 import common_pb2
 from services.http.client import Headers, origin_of
 from services.http.openai_body import OpenAIRequest
-from services.http.stream_continuation import CHAT
 from services.http.trace_context import TRACEPARENT, TRACESTATE
 from services.placement.generation_tracker import GenerationTracker
 from services.placement.upstream_engine import EngineRequest
@@ -28,11 +27,10 @@ LEFT = (asyncio.CancelledError, GeneratorExit)  # how a call ends whose caller h
 class GenerationSpans:
     """The spans of one call of Generate; without a tracer, and where it is not sampled, there are none."""
 
-    def __init__(  # noqa: PLR0913 - what is known of a call
+    def __init__(
         self,
         tracer: RequestTracer | None,
         metadata: Iterable[tuple[str, str | bytes]],
-        engine_request: EngineRequest,
         ask: OpenAIRequest,
         request: common_pb2.Request,
         *,
@@ -41,8 +39,7 @@ class GenerationSpans:
         """Start the span of a call, below that of its caller."""
         own = (TRACEPARENT.decode(), TRACESTATE.decode())
         headers: Headers = [(name.encode(), bytes_of(value)) for name, value in metadata if name in own]
-        chat = engine_request.path == CHAT
-        self.request = RequestSpans(tracer, headers, ask, request, arrived_unix_s, chat=chat)
+        self.request = RequestSpans(tracer, headers, ask, request, arrived_unix_s)
         self._headers = self.request.headers_from(headers)
 
     @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from protos.block.v1 import common_pb2
-from services.http.sse import CANCELLED, FAILED
+from services.http.reply_format import CANCELLED, FAILED
 
 
 def outcome_of(  # noqa: PLR0913 - what an outcome says

@@ -157,9 +157,7 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
         await self._measure(request.request, ask)
         self._migrations.earn()
         metadata = context.invocation_metadata() or ()
-        spans = GenerationSpans(
-            self._tracer, metadata, engine_request, ask, request.request, arrived_unix_s=arrived_unix_s
-        )
+        spans = GenerationSpans(self._tracer, metadata, ask, request.request, arrived_unix_s=arrived_unix_s)
         generation = Generation(
             driver=self._driver,
             client=self._client,

@@ -12,13 +12,14 @@ from google.protobuf.json_format import MessageToDict
 from protos.block.v1 import common_pb2, scheduler_pb2
 from services.http.client import Connection, Headers, HttpClient, ReadInterruptedError, origin_of, request_head
 from services.http.engine_arguments import arguments_of, with_arguments
+from services.http.json_body import reply_json
 from services.http.kv_transfer import PrefilledPrompt, decode_body
 from services.http.openai_body import KV_TRANSFER_PARAMS, OpenAIRequest, conversation_texts, read_body
+from services.http.paths import CHAT, COMPLETIONS
 from services.http.proxying import OK, SERVER_ERROR
 from services.http.sse import DONE, StreamReader, data_of
 from services.instances import Instance
 
-COMPLETIONS, CHAT = b"/v1/completions", b"/v1/chat/completions"
 MAX_ERROR_BYTES = 64 * 1024
 RETRIABLE = (408, 409, 425, 429)  # client errors that another engine may not return
 
@@ -214,7 +215,7 @@ async def stream_answer(  # noqa: PLR0913 - what an engine is sent, and how
 def error_of(status: int, body: bytes) -> Exception:
     """Read the error that an engine returns."""
     try:
-        reply = json.loads(body)
+        reply = reply_json(body)
         error = reply.get("error", reply)
         text = str(error.get("message", "")) if isinstance(error, dict) else str(error)
     except (ValueError, AttributeError, RecursionError):
@@ -250,7 +251,7 @@ async def _events(connection: Connection, first_s: float, idle_s: float) -> Asyn
 def _chunk(event: bytes) -> StreamChunk | None:
     """Read one event; None where it contains nothing of the answer."""
     try:
-        data = json.loads(event)
+        data = reply_json(event)
         if "error" in data:
             error = data["error"]
             raise ReportedError(

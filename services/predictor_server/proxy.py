@@ -14,10 +14,13 @@ from prometheus_client import CollectorRegistry
 from predictor.mirror.events import RequestArrived
 from services.http.application import JSON, REQUEST_ID, Application, Call, Endpoint, Scope, while_client_stays
 from services.http.client import ConnectError, Connection, Headers, HttpClient, Origin, request_head
+from services.http.endpoints import ENDPOINTS, UNPLACED, EngineEndpoint
 from services.http.errors import ApiError
-from services.http.openai_body import LONGEST_NAME
+from services.http.json_body import reply_json
+from services.http.json_fields import LONGEST_NAME
 from services.http.prompt_tokens import PromptSizes
 from services.http.proxying import is_event_stream, without_hops
+from services.http.reply_format import ReplyFormat
 from services.http.sse import StreamReader, ending_of
 from services.logs import log_event
 from services.predictor_server.settings import MirrorSettings
@@ -25,7 +28,6 @@ from services.predictor_server.stream_observer import EventSink, ProxiedRequest,
 
 log = logging.getLogger(__name__)
 
-MIRRORED_PATHS = {"/v1/completions": False, "/v1/chat/completions": True}  # and whether they are chats
 MAX_OTHERS = 256  # concurrent requests that are not mirrored: health, metrics, lists of models
 MAX_COUNTING = 32  # prompts that the engine counts at a time
 COUNT_TIMEOUT_S = 5.0
@@ -83,16 +85,17 @@ class Proxy(Application):
         self.require_open()
         with self.admitted():
             body = await self.body_of(call, self._settings.max_body_bytes)
-            request = parse_request(body, chat=MIRRORED_PATHS[call.scope["path"]])
-            await while_client_stays(self._observe(call, body, request), call.receive)
+            endpoint = ENDPOINTS[call.scope["path"]]
+            request = parse_request(endpoint, body, call.header(b"content-type") or b"")
+            await while_client_stays(self._observe(call, body, endpoint, request), call.receive)
 
-    async def _observe(self, call: Call, body: bytes, request: ProxiedRequest | None) -> None:
+    async def _observe(self, call: Call, body: bytes, endpoint: EngineEndpoint, request: ProxiedRequest | None) -> None:
         """Report the arrival, forward the request, and report its end, complete or not."""
         headers = without_hops(call.headers, NO_ENCODING)
         observer = (
-            self._report_arrival(request, call.headers)
+            self._report_arrival(request, call.headers, endpoint.format)
             if request is not None
-            else StreamObserver(self._mirror, names=())
+            else StreamObserver(self._mirror, names=(), form=endpoint.format)
         )
         try:
             connection = await self._send(b"POST", call.scope, headers, body)
@@ -108,7 +111,7 @@ class Proxy(Application):
         if request is not None and observer.prompt_tokens:
             self._sizes.learn(request.body, observer.prompt_tokens)
 
-    def _report_arrival(self, request: ProxiedRequest, headers: Headers) -> StreamObserver:
+    def _report_arrival(self, request: ProxiedRequest, headers: Headers, form: ReplyFormat) -> StreamObserver:
         """Report a request to the mirror, and let the engine count its prompt, if it can."""
         body = request.body
         header = next((value for name, value in headers if name == REQUEST_ID), b"")
@@ -129,7 +132,7 @@ class Proxy(Application):
                     leg=request.leg,
                 )
             )
-        observer = StreamObserver(self._mirror, names)
+        observer = StreamObserver(self._mirror, names, form)
         if self._counts_prompts and request.to_tokenize is not None and len(self._counting) < MAX_COUNTING:
             counting = asyncio.create_task(self._count_prompt(request.to_tokenize, headers, observer))
             self._counting.add(counting)
@@ -151,7 +154,7 @@ class Proxy(Application):
             if connection.status in (404, 405):
                 self._counts_prompts = False
                 log_event(log, logging.INFO, "prompt lengths are estimated: the engine has no /tokenize")
-            count = json.loads(reply)["count"] if connection.status == 200 else None
+            count = reply_json(reply)["count"] if connection.status == 200 else None
         except (ConnectionError, TimeoutError, ValueError, KeyError, TypeError):
             return
         if type(count) is int and count > 0:
@@ -159,7 +162,7 @@ class Proxy(Application):
 
     async def _pass_stream(self, connection: Connection, call: Call, observer: StreamObserver) -> None:
         """Pass a stream on event by event, and report its tokens."""
-        reader = StreamReader()
+        reader = StreamReader(observer.form)
         await call.start(connection.status, _reply_headers(connection))
         try:
             while not connection.drained():
@@ -181,8 +184,8 @@ class Proxy(Application):
         except (ConnectionError, TimeoutError) as error:
             raise _engine_error(error) from None
         if connection.status == 200:
-            ending = ending_of(body)
-            observer.on_complete(ending.output_tokens, ending.prompt_tokens)
+            ending = ending_of(body, observer.form)
+            observer.on_complete(ending.output_tokens or observer.least_tokens, ending.prompt_tokens)
         headers = [pair for pair in _reply_headers(connection) if pair[0] != b"content-length"]
         await call.reply(connection.status, headers, body)
 
@@ -226,7 +229,8 @@ class Proxy(Application):
 
 
 def _is_mirrored(call: Call) -> bool:
-    return call.scope["path"] in MIRRORED_PATHS and call.scope["method"] == "POST"
+    endpoint = ENDPOINTS.get(call.scope["path"])
+    return endpoint is not None and endpoint.kind != UNPLACED and call.scope["method"] == "POST"
 
 
 def _engine_error(error: Exception) -> ApiError:

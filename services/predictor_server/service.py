@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from predictor.config import EngineConfig
 from predictor.engine_view import EngineView
 from predictor.forecast_result import Forecast
 from predictor.request import RequestFacts
@@ -324,10 +325,16 @@ def _request_or_refusal(message: common_pb2.Request, view: EngineView, known_as:
             clock_rate=view.clock_rate,
             block_size=view.engine.config.block_size,
             known_as=known_as,
+            longest_prompt=_longest_prompt(view.engine.config),
         )
     except ValueError as error:
         field, _, reason = str(error).partition(": ")
         return Refusal(field=field, reason=reason)
+
+
+def _longest_prompt(config: EngineConfig) -> int:
+    """Return the longest prompt of an engine that leaves room for one token."""
+    return max(1, min(config.max_model_len, (config.num_gpu_blocks - 1) * config.block_size) - 1)
 
 
 def _since_arrival(message: predictor_pb2.ReserveRequest) -> Forecast:

@@ -11,8 +11,10 @@ from typing import Any, Protocol
 from predictor.lengths import Tag
 from predictor.mirror.events import MirrorEvent, PromptCounted, RequestEnded, TokensReceived
 from predictor.request import SERVE
+from services.http.endpoints import EngineEndpoint
 from services.http.kv_transfer import leg_of
-from services.http.openai_body import KV_TRANSFER_PARAMS, OpenAIRequest, read_body
+from services.http.openai_body import KV_TRANSFER_PARAMS, OpenAIRequest
+from services.http.reply_format import COMPLETIONS_FORMAT, POOLING_FORMAT, ReplyFormat
 
 MAX_SAMPLES = 128
 TAG_TOKENS, TAG_SPREAD = "block_tag_tokens", "block_tag_spread"
@@ -44,24 +46,23 @@ class ProxiedRequest:
     @property
     def known_tokens(self) -> int | None:
         """Return the length of the answer, where it is certain."""
-        return self.body.max_tokens or None if self.body.ignore_eos else None
+        return self.body.max_tokens or None if self.body.ignore_eos or self.body.prefill_only else None
 
 
-def parse_request(body: bytes, *, chat: bool) -> ProxiedRequest | None:
+def parse_request(endpoint: EngineEndpoint, body: bytes, content_type: bytes = b"") -> ProxiedRequest | None:
     """Parse a request body; None for an invalid one, which the engine itself refuses."""
     try:
-        parsed = read_body(body, chat=chat)
+        parsed = endpoint.read(body, content_type)
     except ValueError:
         return None
-    data = json.loads(body)
-    samples, prompt = data.get("n"), data.get("prompt")
-    has_several = isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int) and not chat
+    data = json.loads(body) if parsed.is_object else {}
+    samples = data.get("n")
     return ProxiedRequest(
         body=parsed,
-        num_prompts=len(prompt) if has_several else 1,
+        num_prompts=parsed.num_prompts,
         num_samples=samples if type(samples) is int and 1 <= samples <= MAX_SAMPLES else 1,
         tag=_tag(data, parsed),
-        to_tokenize=_to_tokenize(data, chat=chat),
+        to_tokenize=_to_tokenize(data, parsed),
         leg=leg_of(data.get(KV_TRANSFER_PARAMS)),
     )
 
@@ -74,15 +75,15 @@ def _tag(data: Mapping[str, Any], body: OpenAIRequest) -> Tag | None:
         if tokens is not None and isinstance(extra, dict):
             return Tag(median_tokens=float(tokens), spread=float(extra.get(TAG_SPREAD, 0.0)))
         return Tag(median_tokens=float(body.expected_tokens)) if body.expected_tokens else None
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
 
 
-def _to_tokenize(data: Mapping[str, Any], *, chat: bool) -> Mapping[str, Any] | None:
+def _to_tokenize(data: Mapping[str, Any], parsed: OpenAIRequest) -> Mapping[str, Any] | None:
     model = {} if data.get("model") is None else {"model": data["model"]}
-    if chat:
+    if parsed.conversation is not None:
         more = {name: data[name] for name in CHAT_FIELDS if name in data}
-        return {**model, "messages": data["messages"], **more}
+        return {**model, "messages": parsed.conversation["messages"], **more}
     return {**model, "prompt": data["prompt"]} if isinstance(data.get("prompt"), str) else None
 
 
@@ -92,10 +93,14 @@ class TokenCount:
 
     num_tokens: int = 0
     exact: bool = False
+    form: ReplyFormat = COMPLETIONS_FORMAT
 
     def feed(self, events: bytes) -> bool:
         """Read whole events; return whether they brought tokens."""
         before = self.num_tokens
+        if self.form.is_named:
+            self.num_tokens += events.count(self.form.token_mark)
+            return self.num_tokens > before
         if b'"completion_tokens"' in events and (counts := _USAGE.findall(events)):
             self.exact = self.exact or _CHOICE.search(events) is not None
             self.num_tokens = max(self.num_tokens, int(counts[-1]))
@@ -126,12 +131,13 @@ class EventSink(Protocol):
 class StreamObserver:
     """Reports the reply to one completion request, which may be several requests of the engine."""
 
-    def __init__(self, sink: EventSink, names: tuple[str, ...]) -> None:
-        """Report the requests of these names."""
+    def __init__(self, sink: EventSink, names: tuple[str, ...], form: ReplyFormat = COMPLETIONS_FORMAT) -> None:
+        """Report the requests of these names, whose reply has this form."""
+        self.form = form
         self.prompt_tokens: int | None = None  # that the engine counted
         self._sink = sink
         self._names = names
-        self._count = TokenCount()
+        self._count = TokenCount(form=form)
         self._final_tokens: int | None = None
         self._has_ended = False
 
@@ -139,6 +145,11 @@ class StreamObserver:
     def num_tokens(self) -> int:
         """Return how many tokens have passed."""
         return self._count.num_tokens
+
+    @property
+    def least_tokens(self) -> int:
+        """How many tokens the engine has counted at least where its reply counts none: one for each request."""
+        return len(self._names) if self.form is POOLING_FORMAT else 0
 
     def on_prompt_counted(self, prompt_tokens: int) -> None:
         """Report the length of the prompt, unless the request has ended."""

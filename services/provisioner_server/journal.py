@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from google.protobuf.json_format import MessageToDict, ParseDict, ParseError
+from google.protobuf.json_format import MessageToDict
 
 from protos.block.v1 import provisioner_pb2 as pb
+from services.rpc.json_form import message_from
 
 OPEN = (pb.ACTION_STATE_WRITTEN, pb.ACTION_STATE_CALLED)
 MAX_LINES = 10_000  # after which moves are dropped; and again after half as many
@@ -124,10 +125,8 @@ def _read(path: Path) -> Iterator[tuple[JournalEntry, int]]:
                 return
             try:
                 data = json.loads(line)
-                entry = JournalEntry(
-                    float(data["at_unix_s"]), ParseDict(data["action"], pb.Action(), ignore_unknown_fields=True)
-                )
-            except (ValueError, KeyError, TypeError, ParseError):
+                entry = JournalEntry(float(data["at_unix_s"]), message_from(data["action"], pb.Action()))
+            except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
                 raise ValueError(f"{path}: line {place}: is not an action") from None
             end += len(line)
             yield entry, end

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from simulator.codec import checked, read_json
+
 STARTING, READY, DRAINING = "starting", "ready", "draining"
 
 
@@ -42,9 +44,11 @@ class Roster:
         self._path, self._instances_file = path, instances_file
         self._members: dict[str, Member] = {}
         if path.exists():
-            for table in json.loads(path.read_text(encoding="utf-8")):
-                member = Member(**{**table, "models": tuple(table.get("models", ()))})
-                self._members[member.instance_id] = member
+            try:
+                members = checked(list[Member], read_json(str(path)))
+            except ValueError as error:
+                raise ValueError(f"{path}: {error}") from None
+            self._members = {member.instance_id: member for member in members}
 
     def __iter__(self) -> Iterator[Member]:
         """Iterate over all, by name."""

@@ -15,6 +15,7 @@ from protos.block.v1 import common_pb2
 
 LONGEST_NAME = 256  # characters of ids and names
 MAX_HASH_BYTES = 64
+NO_LIMIT = 2**32 - 1
 
 CLASSES = {
     common_pb2.REQUEST_CLASS_UNSPECIFIED: REAL_TIME,
@@ -51,17 +52,19 @@ MAY_BE_INFINITE = frozenset({"drained_s", "least_tpot_slo_s"})
 # Requests.
 
 
-def request_from(
+def request_from(  # noqa: PLR0913 - what an engine reads a request by
     message: common_pb2.Request,
     *,
     now_s: float = 0.0,
     clock_rate: float = 1.0,
     block_size: int | None = None,
     known_as: str = "",
+    longest_prompt: int = NO_LIMIT,
 ) -> RequestFacts:
     """Read a request for an engine whose clock is at `now_s` and counts `clock_rate` seconds per second.
 
-    `known_as` replaces its id. Prefix hashes are dropped where they were made for blocks of another `block_size`.
+    `known_as` replaces its id. Prefix hashes are dropped where they were made for blocks of another `block_size`. The
+    prompts of several requests together count as one of at most `longest_prompt` tokens.
     """
     require_name("request_id", message.request_id)
     if len(message.model) > LONGEST_NAME:
@@ -75,7 +78,7 @@ def request_from(
     return RequestFacts(
         request_id=known_as or message.request_id,
         model=message.model,
-        prompt_tokens=message.prompt_tokens,
+        prompt_tokens=min(message.prompt_tokens, longest_prompt) if message.num_prompts > 1 else message.prompt_tokens,
         output_tokens=output_tokens,
         tag=tag_from(message.tag) if message.HasField("tag") else None,
         arrival_s=max(0.0, now_s - message.waited_s * clock_rate),

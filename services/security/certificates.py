@@ -14,9 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, ClassVar
-
-import grpc
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from services.logs import log_event
 from services.security.handshakes import (
@@ -28,6 +26,9 @@ from services.security.handshakes import (
     HandshakeLog,
 )
 from services.security.settings import ANY_ENGINE, NO_TLS, EngineAccessSettings, TlsSettings
+
+if TYPE_CHECKING:
+    import grpc
 
 log = logging.getLogger(__name__)
 
@@ -99,6 +100,8 @@ class Certificates:
         """Make the credentials of a gRPC server; None for plain text."""
         if not self.tls.serves_tls:
             return None
+        import grpc  # not needed by HTTP clients
+
         given = self.loaded
 
         def changed() -> grpc.ServerCertificateConfiguration | None:
@@ -115,6 +118,8 @@ class Certificates:
         )
 
     def _configuration(self, loaded: LoadedFiles) -> grpc.ServerCertificateConfiguration:
+        import grpc
+
         ca = loaded.files["tls_ca"] if self.tls.verifies_clients else None
         return grpc.ssl_server_certificate_configuration([(loaded.files["tls_key"], loaded.files["tls_cert"])], ca)
 

@@ -26,6 +26,7 @@ class Permission:
     roles: frozenset[Role]
     event: str = ""
     changes: bool = False  # what the server does from then on
+    is_polled: bool = False  # so that only refusals are written
 
     @property
     def needs_check(self) -> bool:
@@ -47,6 +48,11 @@ FOR_OPERATORS = Permission(roles=frozenset((Role.OPERATOR,)), event="operator_ca
 def reads(event: str) -> Permission:
     """Return what operators may read."""
     return Permission(roles=frozenset((Role.OPERATOR,)), event=event)
+
+
+def polls(event: str) -> Permission:
+    """Return what operators and their commands read again and again."""
+    return Permission(roles=frozenset((Role.OPERATOR,)), event=event, is_polled=True)
 
 
 def changes(event: str) -> Permission:
@@ -104,11 +110,11 @@ ROUTES: tuple[tuple[str, str, Permission], ...] = (
     ("GET", "/ui/decision", reads("explain")),
     ("GET", "/ui", FOR_ANYONE),  # files of the live page, which contain no data
     ("GET", "/ui/*", FOR_ANYONE),
-    ("GET", "/instances", reads("list_instances")),
-    ("GET", "/instances/*", reads("list_instances")),
+    ("GET", "/instances", polls("list_instances")),
+    ("GET", "/instances/*", polls("list_instances")),
     ("POST", "/instances", changes("register_instance")),
     ("PUT", "/instances/*", changes("register_instance")),
-    ("POST", "/instances/*/drain", changes("drain_instance")),
+    ("POST", "/instances/*", changes("drain_instance")),
     ("DELETE", "/instances/*/drain", changes("undrain_instance")),
     ("DELETE", "/instances/*", changes("remove_instance")),
     ("*", "/v1/*", FOR_CLIENTS),

@@ -7,7 +7,6 @@ from services.http.openai_body import OpenAIRequest
 
 Found = dict[str, str | bool | int | float | list[str] | None]
 
-CHAT, TEXT = "chat", "text_completion"
 BASES = {
     common_pb2.DECISION_BASIS_FORECAST: "forecast",
     common_pb2.DECISION_BASIS_INDICATORS: "indicators",
@@ -22,10 +21,10 @@ REASONS = {
 }
 
 
-def request_attributes(openai: OpenAIRequest, request: common_pb2.Request, *, chat: bool) -> Found:
+def request_attributes(openai: OpenAIRequest, request: common_pb2.Request) -> Found:
     """Say what a client asks for."""
     return {
-        "gen_ai.operation.name": CHAT if chat else TEXT,
+        "gen_ai.operation.name": openai.operation,
         "gen_ai.provider.name": "vllm",
         "gen_ai.request.model": openai.model or None,
         "gen_ai.request.max_tokens": openai.max_tokens,

@@ -12,8 +12,6 @@ from services.http.openai_body import OpenAIRequest
 from services.http.prefill_leg import HELD, NO_BLOCKS
 from services.http.trace_context import TRACEPARENT, sampled_trace_id, trace_parent_of, unsampled
 from services.tracing.attributes import (
-    CHAT,
-    TEXT,
     Found,
     decision_attributes,
     outcome_attributes,
@@ -35,15 +33,13 @@ class RequestSpans:
 
     __slots__ = ("_own", "_unsampled", "trace_id")
 
-    def __init__(  # noqa: PLR0913 - what is known of a request
+    def __init__(
         self,
         tracer: RequestTracer | None,
         headers: Headers,
         openai: OpenAIRequest,
         request: common_pb2.Request,
         arrived_unix_s: float,
-        *,
-        chat: bool,
     ) -> None:
         """Start the request's own span, below the one that the client's headers name; not if it is not sampled."""
         self._own: ActiveSpan | None = None
@@ -54,9 +50,9 @@ class RequestSpans:
             return
         parent = trace_parent_of(headers)
         self._own = tracer.begin(
-            f"{CHAT if chat else TEXT} {openai.model}".rstrip(),
+            f"{openai.operation} {openai.model}".rstrip(),
             parent,
-            request_attributes(openai, request, chat=chat),
+            request_attributes(openai, request),
             arrived_unix_s,
         )
         if self._own is None:

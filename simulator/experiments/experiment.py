@@ -198,7 +198,7 @@ def experiment_from(name: str, text: str) -> Experiment:
     try:
         table = tomllib.loads(text)
         return _experiment(name, table)
-    except (ValueError, TypeError) as error:  # TOML errors are ValueErrors, too
+    except (ValueError, TypeError, RecursionError) as error:  # TOML errors are ValueErrors, too
         raise ValueError(f"{name}: {error}") from None
 
 

@@ -187,13 +187,13 @@ CASES = {
         {'block_provisioner_leads{instance="a"}': steady(0), 'block_provisioner_leads{instance="b"}': steady(1)},
         5,
     ),
+    "BlockPrefillLegsFail": Case(legs("held", 60) | legs("no_blocks", 20), legs("held", 60) | legs("skipped", 20), 15),
     "BlockCertificateExpiresSoon": Case(expiry(13), expiry(20), 90),
     "BlockCertificateExpires": Case(expiry(1.9), expiry(2.5), 10),
     "BlockCertificateNotReloaded": Case(
         {"block_tls_reload_failures_total": per_minute(1)}, {"block_tls_reload_failures_total": steady(3)}, 30
     ),
     "BlockTlsHandshakesFail": Case(handshakes("expired", 30), handshakes("plain_text", 30), 20),
-    "BlockPrefillLegsFail": Case(legs("held", 60) | legs("no_blocks", 20), legs("held", 60) | legs("skipped", 20), 15),
 }
 # A few forecasts say nothing: neither alert fires.
 FEW = errors(0.5, -0.5, rate=0.5)

@@ -178,6 +178,5 @@ def test_the_image_has_every_package() -> None:
         source for line in re.findall(r"^COPY (?!--from)(.*)$", image, re.MULTILINE) for source in line.split()[:-1]
     ]
     assert all((DEPLOY.parent / source).exists() for source in copied)
-    # without settings of its own, the chart's picker makes a certificate
-    assert {"kubernetes", "picker"} <= set(IMAGE_EXTRAS) <= set(project["project"]["optional-dependencies"])
+    assert {"kubernetes"} <= set(IMAGE_EXTRAS) <= set(project["project"]["optional-dependencies"])
     assert re.search(r"^USER 65532:65532$", image, re.MULTILINE)

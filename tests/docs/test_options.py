@@ -22,6 +22,7 @@ from services.cli import block
 from services.cluster.settings import settings_from_file, vllm_from_file
 from services.instances import instances_from_file
 from services.objectives import objectives_from_file
+from services.security.key_file import keys_in
 from simulator.mix import mix_from_file
 from tests.docs.pages import IDS, INLINE, PAGES, ROOT, block_commands, blocks_of, commands_in, inline_of, text_of
 
@@ -30,7 +31,7 @@ FLAG = re.compile(r"(?<![\w-])(?:--[a-z][\w-]*|-[a-z]\b)")
 OTHERS = {
     "--dist",  # pytest-xdist
     "--scheduler-cls", "--shutdown-timeout",  # vLLM
-    "--build", "--enable-feature", "--host", "--no-deps",
+    "--build", "--build-arg", "--enable-feature", "--host", "--no-deps",
     "--k8s-label-selector", "--k8s-port", "--k8s-namespace", "--static-backends",  # production-stack's router
 }  # fmt: skip
 SERVED = ("gateway", "scheduler", "picker", "predictor", "tagger", "engine", "provisioner")
@@ -80,7 +81,7 @@ def test_commands_take_their_options(page: Path) -> None:
 def test_options_that_are_named_alone(page: Path) -> None:
     """A flag in the text belongs to some command."""
     known = OTHERS.union(*(option_names(command) for command in all_commands()))
-    for script in sorted((ROOT / "scripts").glob("*.py")):
+    for script in sorted((ROOT / "scripts").rglob("*.py")):
         known.update(re.findall(r'"(--[a-z-]+)"', script.read_text(encoding="utf-8")))
     for code in inline_of(page):
         for flag in FLAG.findall(code) if code.startswith("-") else ():
@@ -124,6 +125,9 @@ def test_settings_files(page: Path, tmp_path: Path) -> None:
             continue
         if "objective" in document:
             assert objectives_from_file(str(file))
+            continue
+        if "key" in document:
+            assert keys_in(one.text, page.name)
             continue
         if "tier" in document:
             assert tiers_in(one.text, page.name)

@@ -411,6 +411,7 @@ class Request(_message.Message):
     WHEN_LATE_FIELD_NUMBER: _builtins.int
     LENGTH_QUANTILES_FIELD_NUMBER: _builtins.int
     CONTINUES_REQUEST_ID_FIELD_NUMBER: _builtins.int
+    NUM_PROMPTS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     model: _builtins.str
     """as the engine names it; an adapter has its own name"""
@@ -439,7 +440,7 @@ class Request(_message.Message):
     arrival_unix_s: _builtins.float
     """Unix time on the clock of the service that received it; for records"""
     client_id: _builtins.str
-    """the tenant: the name of an API key, or of a flow"""
+    """the tenant: that of an API key, or the name of a flow"""
     weight: _builtins.float
     """above 0, 1 where absent: the value of each token delivered by its deadline"""
     in_s: _builtins.float
@@ -459,6 +460,10 @@ class Request(_message.Message):
     """With how many equally likely lengths of its tag it is forecast: an odd number up to 9; 0: as the policy says."""
     continues_request_id: _builtins.str
     """the request whose answer this one continues, as its engine failed"""
+    num_prompts: _builtins.int
+    """How many requests the engine makes of it, each with a prompt of its own; prompt_tokens counts all. It is forecast as
+    one request, whose prompt is cut to the longest that the engine takes. 0: one.
+    """
     @_builtins.property
     def tag(self) -> Global___Tag:
         """the predicted length"""
@@ -500,10 +505,11 @@ class Request(_message.Message):
         when_late: Global___WhenLate.ValueType = ...,
         length_quantiles: _builtins.int = ...,
         continues_request_id: _builtins.str = ...,
+        num_prompts: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens", "_held_s", b"_held_s", "_max_tokens", b"_max_tokens", "_min_tokens", b"_min_tokens", "_output_tokens", b"_output_tokens", "_weight", b"_weight", "expected_output_tokens", b"expected_output_tokens", "held_s", b"held_s", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "output_tokens", b"output_tokens", "slo", b"slo", "tag", b"tag", "weight", b"weight"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens", "_held_s", b"_held_s", "_max_tokens", b"_max_tokens", "_min_tokens", b"_min_tokens", "_output_tokens", b"_output_tokens", "_weight", b"_weight", "arrival_unix_s", b"arrival_unix_s", "client_id", b"client_id", "continues_request_id", b"continues_request_id", "expected_output_tokens", b"expected_output_tokens", "held_s", b"held_s", "ignore_eos", b"ignore_eos", "in_s", b"in_s", "leg", b"leg", "length_quantiles", b"length_quantiles", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "model", b"model", "objective", b"objective", "output_tokens", b"output_tokens", "prefix_block_tokens", b"prefix_block_tokens", "prefix_hashes", b"prefix_hashes", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_class", b"request_class", "request_id", b"request_id", "session_id", b"session_id", "slo", b"slo", "tag", b"tag", "waited_s", b"waited_s", "weight", b"weight", "when_late", b"when_late"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens", "_held_s", b"_held_s", "_max_tokens", b"_max_tokens", "_min_tokens", b"_min_tokens", "_output_tokens", b"_output_tokens", "_weight", b"_weight", "arrival_unix_s", b"arrival_unix_s", "client_id", b"client_id", "continues_request_id", b"continues_request_id", "expected_output_tokens", b"expected_output_tokens", "held_s", b"held_s", "ignore_eos", b"ignore_eos", "in_s", b"in_s", "leg", b"leg", "length_quantiles", b"length_quantiles", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "model", b"model", "num_prompts", b"num_prompts", "objective", b"objective", "output_tokens", b"output_tokens", "prefix_block_tokens", b"prefix_block_tokens", "prefix_hashes", b"prefix_hashes", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_class", b"request_class", "request_id", b"request_id", "session_id", b"session_id", "slo", b"slo", "tag", b"tag", "waited_s", b"waited_s", "weight", b"weight", "when_late", b"when_late"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__expected_output_tokens: _TypeAlias = _typing.Literal["expected_output_tokens"]  # noqa: Y015
     _WhichOneofArgType__expected_output_tokens: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens"]  # noqa: Y015

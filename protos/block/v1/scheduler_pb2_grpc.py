@@ -117,7 +117,7 @@ class SchedulerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def UsePolicy(self, request, context):
-        """Use another policy from now on, until the scheduler ends. Only for callers on the same machine.
+        """Use another policy from now on, until the scheduler ends. Only for operators.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -45,7 +45,7 @@ class SchedulerStub:
     ListInstances: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.ListInstancesRequest, _scheduler_pb2.ListInstancesResponse]
     """The instances, and the policy."""
     UsePolicy: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.UsePolicyRequest, _scheduler_pb2.UsePolicyResponse]
-    """Use another policy from now on, until the scheduler ends. Only for callers on the same machine."""
+    """Use another policy from now on, until the scheduler ends. Only for operators."""
     Tail: _grpc.UnaryStreamMultiCallable[_scheduler_pb2.TailRequest, _scheduler_pb2.TailResponse]
     """Stream what is decided and what comes of it, for the live page, until the caller leaves."""
     WatchDrains: _grpc.UnaryStreamMultiCallable[_scheduler_pb2.WatchDrainsRequest, _scheduler_pb2.WatchDrainsResponse]
@@ -69,7 +69,7 @@ class SchedulerAsyncStub(SchedulerStub):
     ListInstances: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.ListInstancesRequest, _scheduler_pb2.ListInstancesResponse]  # type: ignore[assignment]
     """The instances, and the policy."""
     UsePolicy: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.UsePolicyRequest, _scheduler_pb2.UsePolicyResponse]  # type: ignore[assignment]
-    """Use another policy from now on, until the scheduler ends. Only for callers on the same machine."""
+    """Use another policy from now on, until the scheduler ends. Only for operators."""
     Tail: _aio.UnaryStreamMultiCallable[_scheduler_pb2.TailRequest, _scheduler_pb2.TailResponse]  # type: ignore[assignment]
     """Stream what is decided and what comes of it, for the live page, until the caller leaves."""
     WatchDrains: _aio.UnaryStreamMultiCallable[_scheduler_pb2.WatchDrainsRequest, _scheduler_pb2.WatchDrainsResponse]  # type: ignore[assignment]
@@ -126,7 +126,7 @@ class SchedulerServicer(metaclass=_abc_1.ABCMeta):
         request: _scheduler_pb2.UsePolicyRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_scheduler_pb2.UsePolicyResponse, _abc.Awaitable[_scheduler_pb2.UsePolicyResponse]]:
-        """Use another policy from now on, until the scheduler ends. Only for callers on the same machine."""
+        """Use another policy from now on, until the scheduler ends. Only for operators."""
 
     @_abc_1.abstractmethod
     def Tail(

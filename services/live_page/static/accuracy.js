@@ -34,11 +34,12 @@ export class AccuracyView extends RedrawnView {
     const every = Math.max(1, Math.ceil(known.length / MAX_POINTS));
     const points = series.map((group) => group.filter((_, at) => at % every === 0).map((one) => one[this.what]));
     const start = Math.min(...known.map((one) => one.at));
+    const overTimes = series.map((group) => overTime(group, this.what, start));
     const rows = [["all", known], ...names.map((name) => [name, byInstance.get(name)])].map(([name, group]) => summary(name, group.map((one) => errorOf(one[this.what]))));
     return [legend, el("div", { class: "columns" },
       el("figure", {}, el("figcaption", {}, "actual, in s, against predicted, in s; on the dashed line both are equal"), scatter("predicted, s", points) ?? "–"),
       el("figure", {}, el("figcaption", {}, "median error over time"),
-        lines("seconds since the first", series.map((group) => overTime(group, this.what, start)), { xText: (value) => count(value), yText: (value) => `${Math.round(100 * value)} %` }) ?? "–")),
+        overTimes.some((group) => group.length > 1) && lines("seconds since the first", overTimes, { xText: (value) => count(value), yText: (value) => `${Math.round(100 * value)} %` }) || "after some seconds more")),
       table("predicted against actual, of completed requests since the page was opened", ["<instance", "requests", "median error", "P90 error", "bias"], rows, (at) => ({ "data-instance": at ? names[at - 1] : "all" })),
       ...this.totals(state)];
   }

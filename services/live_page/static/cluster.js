@@ -95,7 +95,7 @@ export class ClusterView {
   fill(lane, one, state, now) {
     const { values, kind } = lane;
     const used = isNumber(one.num_total_blocks) && isNumber(one.num_free_blocks) ? one.num_total_blocks - one.num_free_blocks : undefined;
-    const reserved = one.num_reserved_blocks ? `+${count(one.num_reserved_blocks)}` : "";
+    const reserved = one.num_reserved_blocks ? ` +${count(one.num_reserved_blocks)}` : "";
     const running = state.isLive ? one.num_running : state.requestsOf(one.id, now, now).filter((request) => state.isOpen(request, now)).length;
     setText(values.running, count(running));
     setText(values.waiting, count(one.num_waiting));

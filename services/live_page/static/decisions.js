@@ -9,7 +9,10 @@ const FATES = {
   not_shortlisted: "not on the shortlist", filtered: "left out by the policy", refused: "refused", late: "skipped: no answer in time",
   down: "skipped: down", excluded: "left out by the caller", invalid: "skipped: invalid answer", unspecified: "not asked",
 };
-const INDICATORS = ["num_running", "num_waiting", "num_reserved", "num_free_blocks", "queued_prefill_tokens"];
+const INDICATORS = {
+  num_running: "running", num_waiting: "waiting", num_reserved: "reserved", num_free_blocks: "free KV blocks",
+  queued_prefill_tokens: "queued prompt tokens",
+};
 
 export class DecisionsView {
   constructor(page) {
@@ -71,7 +74,7 @@ export class DecisionsView {
     const scoreOf = (one) => (isNumber(one.score) ? one.score : Infinity);
     const candidates = [...decision.candidates].sort((a, b) => chosen.has(b.instance_id) - chosen.has(a.instance_id) || scoreOf(a) - scoreOf(b) || a.instance_id.localeCompare(b.instance_id));
     const longest = Math.max(0, ...candidates.map((one) => finite(one.forecast?.e2e_s)));
-    const read = [...new Set(candidates.flatMap((one) => Object.keys(one.indicators ?? {})))].filter((name) => name !== "age_s" && INDICATORS.includes(name));
+    const read = [...new Set(candidates.flatMap((one) => Object.keys(one.indicators ?? {})))].filter((name) => Object.hasOwn(INDICATORS, name));
     const rows = candidates.map((one) => [
       chosen.has(one.instance_id) ? `→ ${one.instance_id}` : one.instance_id, FATES[one.fate] ?? one.fate,
       isNumber(one.score) ? String(Number(one.score.toPrecision(4))) : "–", seconds(one.forecast?.ttft_s), seconds(one.forecast?.e2e_s), picture(one.forecast, longest),
@@ -85,7 +88,7 @@ export class DecisionsView {
     this.detail.replaceChildren(el("h2", {}, `${decision.request_id} → ${decision.instance?.instance_id ?? "nowhere"}`),
       el("p", {}, decision.why ?? ""), el("p", { class: "dim" }, facts.join(" · ")),
       rows.length ? table("candidates, the chosen one first; the bar is the predicted latency, its dark part the time to first token",
-        ["<instance", "<how it was treated", "score", "TTFT", "e2e", "<forecast", "age of state", "answered in", ...read, "<note"], rows,
+        ["<instance", "<how it was treated", "score", "TTFT", "e2e", "<forecast", "age of state", "answered in", ...read.map((name) => INDICATORS[name]), "<note"], rows,
         (at) => ({ "data-candidate": candidates[at].instance_id, class: chosen.has(candidates[at].instance_id) && "chosen" }))
         : el("p", {}, "The candidates of this decision were not recorded (block serve scheduler --record-candidates records them)."));
   }

@@ -11,11 +11,10 @@ import os
 import signal
 from contextlib import suppress
 
-from google.protobuf.json_format import Parse, ParseError
-
 from protos.block.v1 import provisioner_pb2 as pb
 from services.provisioner_server.hooks import Hook, HookError, require_done
 from services.provisioner_server.journal import as_plain
+from services.rpc.json_form import message_from
 
 MAX_BYTES = 1 << 20
 
@@ -67,6 +66,6 @@ def reply_from(output: bytes, source: str) -> pb.HookReply:
     if not output.strip():
         return pb.HookReply()
     try:
-        return Parse(output, pb.HookReply(), ignore_unknown_fields=True)
-    except (ParseError, UnicodeDecodeError, ValueError) as error:
+        return message_from(json.loads(output), pb.HookReply())
+    except (ValueError, RecursionError) as error:
         raise HookError(f"{source}: its reply is not a HookReply: {error}") from None

@@ -6,9 +6,7 @@ import os
 
 import pytest
 
-from scripts.chaos.growth import GrowthWatch, ProcessSize, fitted_growth, growth_problems, size_of
-
-MEBIBYTE = 2**20
+from scripts.chaos.growth import MEBIBYTE, GrowthWatch, ProcessSize, fitted_growth, growth_problems, size_of
 
 
 def sizes(*, grows_by: float = 0.0, files: int = 0, pid: int = 7, num: int = 60) -> list[ProcessSize]:
@@ -53,6 +51,13 @@ def test_only_processes_that_lived_all_the_time_are_judged() -> None:
     assert found.part == "steady"
     assert found.memory_ratio == pytest.approx(0.2 / 1.1, rel=0.05)  # of the last two thirds
     assert watch.resident_bytes == pytest.approx(330 * MEBIBYTE, rel=0.01)
+
+
+def test_sizes_are_kept_for_the_report() -> None:
+    """About one a minute."""
+    watch = GrowthWatch(start_s=-10.0)
+    watch.sizes = {"one": sizes(num=25)}
+    assert watch.series() == {"one": [(10, 7, 100.0, 20), (130, 7, 100.0, 20), (250, 7, 100.0, 20)]}
 
 
 def test_growth_beyond_the_limits_is_a_problem() -> None:

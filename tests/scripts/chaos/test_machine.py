@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.chaos.machine import SmallDisk, WallClocks
+from scripts.chaos.machine import SmallDisk, WallClocks, remove_left_clocks
 
 NOW = "import time; print(time.time(), time.monotonic())"
 
@@ -60,6 +60,18 @@ def test_a_clock_jumps_for_one_process_alone(tmp_path: Path) -> None:
         wall, monotonic = times_of("one", offset_s)
         assert wall == pytest.approx(offset_s, abs=60)
         assert monotonic == pytest.approx(0, abs=60)
+
+
+def test_what_killed_processes_leave_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What belongs to a process that runs stays."""
+    monkeypatch.setattr("scripts.chaos.machine.MEMORY", tmp_path)
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    kept = {f"faketime_shm_{os.getpid()}", "faketime_shm_other", "psm_1"}
+    for name in (f"faketime_shm_{gone.pid}", f"sem.faketime_sem_{gone.pid}", *kept):
+        (tmp_path / name).touch()
+    remove_left_clocks()
+    assert {path.name for path in tmp_path.iterdir()} == kept
 
 
 def test_without_the_library_no_clock_jumps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

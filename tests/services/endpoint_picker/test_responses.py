@@ -34,11 +34,13 @@ CANCELLED, FAILED = common_pb2.FINISH_REASON_CANCELLED, common_pb2.FINISH_REASON
 WHOLE = b'{"choices": [{"text": "Hi", "finish_reason": "stop"}], "usage": {"prompt_tokens": 7, "completion_tokens": 3}}'
 
 
-async def placed(here: Picking, headers: dict[str, str] | None = None, **options: object) -> Proxy:
+async def placed(
+    here: Picking, headers: dict[str, str] | None = None, body: bytes | None = None, **options: object
+) -> Proxy:
     """Open a stream, show a request, and read the answer."""
     one = Proxy(call=here.stub.Process(), **options)
     await one.send_headers(headers or head())
-    await one.send_body(completion())
+    await one.send_body(completion() if body is None else body)
     while True:
         message = await one.read()
         if message.request_body.response.body_mutation.streamed_response.end_of_stream:
@@ -279,5 +281,46 @@ def test_no_body_is_kept_while_the_response_is_awaited() -> None:
                 tracemalloc.stop()
                 exchange.close()
             assert num_bytes < 1_000_000
+
+    run(test)
+
+
+def test_other_endpoints_are_placed_and_read_as_well() -> None:
+    """A message is forecast as a chat, embeddings by their prompts; errors have the shape of their API."""
+    message = {"model": MODEL, "max_tokens": 9, "messages": [{"role": "user", "content": "Hello"}]}
+    events = (
+        b'event: message_start\ndata: {"message":{"usage":{"input_tokens":0,"output_tokens":0}}}\n\n'
+        b'event: content_block_delta\ndata: {"delta":{"text":"a"}}\n\n'
+        b'event: message_delta\ndata: {"delta":{"stop_reason":"end_turn"},"usage":{"input_tokens":5,"output_tokens":1}}\n\n'
+        b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
+    )
+
+    async def test() -> None:
+        async with picking(completes) as here:
+            sidecar = here.sidecars[0]
+            one = await placed(here, head("/v1/messages"), json.dumps(message).encode())
+            assert [held.request.max_tokens for held in sidecar.held.values()] == [9]
+            await one.respond(kind=STREAM)
+            await one.read()
+            await one.respond_body(events)
+            await one.read()
+            await until(lambda: len(sidecar.outcomes) == 1)
+            outcome = sidecar.outcomes[0]
+            assert (outcome.finish_reason, outcome.prompt_tokens, outcome.output_tokens) == (STOP, 5, 1)
+            inputs = json.dumps({"model": MODEL, "input": ["a", "b"]}).encode()
+            one = await placed(here, head("/v1/embeddings"), inputs)
+            (held,) = sidecar.held.values()
+            assert (held.request.output_tokens, held.request.num_prompts) == (1, 2)
+            await one.respond()
+            await one.read()
+            await one.respond_body(b'{"data": [], "usage": {"prompt_tokens": 2}}')
+            await one.read()
+            await until(lambda: len(sidecar.outcomes) == 2)
+            assert (sidecar.outcomes[1].finish_reason, sidecar.outcomes[1].prompt_tokens) == (STOP, 2)
+            one = Proxy(call=here.stub.Process())
+            await one.send_headers(head("/v1/messages"))
+            await one.send_body(b'{"messages": []}')
+            refused = json.loads((await one.read()).immediate_response.body)
+            assert (refused["type"], refused["error"]["type"]) == ("error", "invalid_request_error")
 
     run(test)

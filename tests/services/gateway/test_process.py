@@ -152,7 +152,7 @@ BAD_FLAGS = (
     (["--scheduler", ""], "scheduler: name at least one"),
     (["--engine-url", "x"], "engine_url: 'x'"),
     (["--api-key-file", "/nowhere"], "/nowhere: cannot be read"),
-    (["--host", "no such host"], "host: 'no such host' is no address"),
+    (["--host", "no such host", "--insecure"], "host: 'no such host' is no address"),
     (["--prot", "1"], "--prot"),
 )
 

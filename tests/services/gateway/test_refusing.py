@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from protos.block.v1 import common_pb2
 from services.gateway.settings import GatewaySettings
 from services.http.errors import ApiError
+from services.http.limits import HttpLimits
 from services.http.openai_body import read_body
-from tests.services.gateway.stubs import COMPLETION, LOCAL, Call, completes, scene
+from tests.services.gateway.stubs import COMPLETION, LOCAL, Call, completes, event, scene
 from tests.services.gateway.test_failing import error_of
 from tests.services.security.key_files import key
 from tests.services.waiting import run
@@ -119,7 +122,7 @@ def test_unknown_models_paths_and_methods() -> None:
             assert (error["code"], error["param"]) == ("model_not_found", "model")
             assert "huge" in error["message"]
             assert (await here.post()).status_code == 200
-            for path in ("/", "/v1/embeddings", "/v1/completions/", "/%00"):
+            for path in ("/", "/v1/nowhere", "/sleep", "/v1/completions/", "/%00"):
                 response = await here.client.post(path, json={})
                 assert (response.status_code, error_of(response)["code"]) == (404, "not_found")
             for method, path in (("GET", COMPLETIONS), ("DELETE", "/v1/models"), ("POST", "/metrics")):
@@ -183,6 +186,59 @@ def test_requests_count_while_their_bodies_arrive() -> None:
             while (await here.post()).status_code == 429:
                 pass
             assert len(here.scheduler.asked) == 1
+
+    run(test)
+
+
+def test_a_client_that_does_not_read_its_stream_is_left() -> None:
+    """A stream that its client does not read is cancelled at the engine as well, and its reservation is released."""
+    left = asyncio.Event()
+
+    async def endless(call: Call) -> None:
+        call.stream()
+        try:
+            while True:
+                await call.chunk(event("x" * 5000))
+        except ConnectionError:
+            left.set()
+            raise
+
+    async def test() -> None:
+        async with scene(endless, http=HttpLimits(slow_reader_s=0.2)) as here:
+            with socket.socket() as reading:
+                reading.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                reading.connect((LOCAL, here.port))
+                body = b'{"model": "tiny", "prompt": "Say hello", "stream": true}'
+                reading.sendall(
+                    b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+                )
+                await left.wait()
+                released = await here.scheduler.released.get()
+            assert released.outcome.finish_reason == common_pb2.FINISH_REASON_CANCELLED
+            assert await here.metric('block_http_refused_total{reason="slow_reader"}') == 1
+            assert await here.metric("block_gateway_requests_under_way") == 0
+
+    run(test)
+
+
+JSON_REFUSED = (
+    (b'{"prompt": "x", "tools": %s1%s}' % (b"[" * 70, b"]" * 70), "json_too_deep"),
+    (b'{"prompt": "x", "kv_transfer_params": {}, "kv_transfer_params": null}', "duplicate_key"),
+    (b'{"prompt": "x", "temperature": NaN}', "not_a_number"),
+)
+
+
+def test_json_that_engines_may_read_in_other_ways_is_refused() -> None:
+    """Each has its own code and names the field; only a limit counts as one."""
+
+    async def test() -> None:
+        async with scene(completes) as here:
+            for body, code in JSON_REFUSED:
+                response = await here.client.post(COMPLETIONS, content=body)
+                assert (response.status_code, error_of(response)["code"]) == (400, code)
+                assert error_of(response)["param"]
+            assert await here.metric('block_http_refused_total{reason="json_too_deep"}') == 1
+            assert here.engines[0].calls == []
 
     run(test)
 

@@ -10,13 +10,12 @@ import pytest
 from services.emulator.answers import AnswerLengths
 from services.emulator.openai import CHAT, COMPLETION, ParsedRequest, Served, request_from
 from services.emulator.replies import CompletionReply
+from services.http.continuable import IDS_FIELD, why_not_continuable
 from services.http.sse import StreamReader, data_of
 from services.http.stream_continuation import (
-    IDS_FIELD,
     NotContinuableError,
     StreamTranscript,
     failure_in,
-    why_not_continuable,
 )
 
 SERVED = Served(model="tiny", max_model_len=4096, lengths=AnswerLengths(median_tokens=30, spread=0.5))

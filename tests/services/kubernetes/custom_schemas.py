@@ -75,9 +75,16 @@ HTTP_ROUTE = table(
 )
 TEXT = {"type": "string"}
 RELABELING = table([], sourceLabels=rows(TEXT), targetLabel=TEXT, replacement=TEXT, regex=TEXT, action=TEXT)
+KEY_OF_SECRET = table(["key"], name=TEXT, key=TEXT, optional={"type": "boolean"})
+SECRET_OR_MAP = table([], secret=KEY_OF_SECRET, configMap=KEY_OF_SECRET)
+TLS_CONFIG = table(
+    [], ca=SECRET_OR_MAP, cert=SECRET_OR_MAP, keySecret=KEY_OF_SECRET, serverName=TEXT,
+    insecureSkipVerify={"type": "boolean"},
+)  # fmt: skip
 ENDPOINT = table(
-    ["port"], honorLabels={"type": "boolean"}, port=TEXT, path=TEXT, interval=DURATION, relabelings=rows(RELABELING)
-)
+    ["port"], honorLabels={"type": "boolean"}, port=TEXT, path=TEXT, interval=DURATION, relabelings=rows(RELABELING),
+    scheme={"enum": ["http", "https"]}, tlsConfig=TLS_CONFIG,
+)  # fmt: skip
 ENDPOINTS = rows(ENDPOINT, minItems=1)
 TEXTS = {"type": "object", "additionalProperties": TEXT}
 ALERT = {

@@ -149,6 +149,22 @@ def test_a_reservation_with_an_old_version_conflicts(tmp_path: Path) -> None:
     writer.close()
 
 
+def test_several_prompts_are_forecast_as_one_that_the_engine_can_take(tmp_path: Path) -> None:
+    """Together they may have more tokens than one prompt may have."""
+    writer = idle_engine(tmp_path / "state")
+
+    async def test() -> None:
+        async with sidecar_of(tmp_path / "state") as client:
+            few, many = request("few", 40, 1, num_prompts=2), request("many", 10_000, 1, num_prompts=50)
+            short, long = (await client.predict(few, many)).predictions
+            assert short.forecast.ttft_s < long.forecast.ttft_s
+            assert long.forecast.output_tokens == 1
+            assert (await client.reserve(many)).result == RESERVED
+
+    run(test())
+    writer.close()
+
+
 def test_a_request_that_could_never_be_served_is_refused_by_its_field(tmp_path: Path) -> None:
     """One bad request in a batch does not affect the others, and nothing is reserved for it."""
     writer = idle_engine(tmp_path / "state")

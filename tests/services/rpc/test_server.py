@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry
 
 from protos.block.v1 import common_pb2, predictor_pb2, predictor_pb2_grpc
-from services.rpc.channels import refuse_taken
+from services.rpc.channels import MAX_METADATA_BYTES, refuse_taken
 from services.rpc.server import RunningServer, ServerSettings, serving
 from services.security.settings import TlsSettings
 from tests.services.waiting import LIMIT_S, run
@@ -265,6 +265,19 @@ def test_large_messages_pass_up_to_the_limit() -> None:
             await stub.Predict(large)
             larger = predictor_pb2.PredictRequest(requests=[common_pb2.Request(prefix_hashes=[b"x" * 7 * 2**20])])
             assert (await refused(stub.Predict(larger))).code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+    run(test)
+
+
+def test_metadata_have_a_limit() -> None:
+    """A call with more metadata than the limit is refused, and the connection serves the next one."""
+
+    async def test() -> None:
+        async with sidecar() as (_, stub, *_rest):
+            await stub.Predict(PREDICT, metadata=[("x-some", "y" * 8000)])
+            error = await refused(stub.Predict(PREDICT, metadata=[("x-much", "y" * 2 * MAX_METADATA_BYTES)]))
+            assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            await stub.Predict(PREDICT)
 
     run(test)
 

@@ -149,7 +149,7 @@ def test_one_of_two_schedulers_is_killed() -> None:
         ((*INSTANCE, "--poll-s", "0"), "poll_s"),
         ((*INSTANCE, "--constant-tokens", "-1"), "constant_tokens"),
         ((*INSTANCE, "--polcy", "x"), "--policy"),
-        ((*INSTANCE, "--host", "nowhere.invalid", "--port", "0"), "host: 'nowhere.invalid'"),
+        ((*INSTANCE, "--insecure", "--host", "nowhere.invalid", "--port", "0"), "host: 'nowhere.invalid'"),
     ],
 )
 def test_a_bad_flag_is_named(flags: tuple[str, ...], named: str) -> None:

@@ -158,6 +158,9 @@ def test_every_port_has_tls(tmp_path: Path, *, mirror: bool) -> None:
             address = f"127.0.0.1:{ports['scheduler-block-0 port']}"
             done = await asyncio.to_thread(block, "policies", "show", "--scheduler", address, *identity)
             assert (done.returncode, "engine-0" in done.stdout) == (0, True), done.stderr
+            operator = f"https://127.0.0.1:{ports['scheduler-block-0 metrics_port']}"
+            done = await asyncio.to_thread(block, "instances", "list", "--operator", operator, *identity)
+            assert (done.returncode, "engine-0" in done.stdout) == (0, True), done.stderr
             async with httpx.AsyncClient(verify=context_of(cluster.tls), timeout=PATIENCE_S) as client:
                 body = {"model": "tiny", "prompt": "Hello", "max_tokens": 200, "ignore_eos": True, "stream": True}
                 events = 0

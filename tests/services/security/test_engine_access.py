@@ -8,7 +8,6 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
-from services.gateway.keys import ApiKeys
 
 from services.gateway.server import serving
 from services.gateway.settings import GatewaySettings
@@ -16,6 +15,7 @@ from services.http.application import Application, Call
 from services.http.client import HttpClient, origin_of, request_head
 from services.http.server import answering, listening
 from services.rpc.settings import ServerSettings
+from services.security.access_settings import AccessSettings
 from services.security.certificates import Certificates, use_tls
 from services.security.settings import NO_TLS, EngineAccessSettings, TlsSettings
 from tests.services.security.authorities import Authority, run_on
@@ -71,7 +71,10 @@ def test_the_gateway_reaches_an_engine_with_tls_and_a_key(tmp_path: Path) -> Non
                 engine_urls=(f"https://127.0.0.1:{listener.getsockname()[1]}",), connect_s=WITHIN_S
             )
             gateway = await stack.enter_async_context(
-                serving(settings, ServerSettings(drain_s=1.0, tls=tls), ApiKeys(("clients-only",)))
+                serving(
+                    settings,
+                    ServerSettings(drain_s=1.0, tls=tls, access=AccessSettings(plain_keys=("clients-only",))),
+                )
             )
             client = HttpClient(tls=Certificates(TlsSettings(tls_ca=str(public.ca_file))).http_context)
             stack.callback(client.close)

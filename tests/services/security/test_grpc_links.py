@@ -41,7 +41,7 @@ async def tagger(tls: TlsSettings, **settings: object) -> AsyncIterator[RunningS
 
 async def tag(port: int, tls: TlsSettings, host: str = "127.0.0.1") -> tagger_pb2.TagResponse:
     """Ask for a tag."""
-    async with open_channel(f"{host}:{port}", Certificates(tls)) as channel:
+    async with open_channel(f"{host}:{port}", certificates=Certificates(tls)) as channel:
         return await tagger_pb2_grpc.LengthTaggerStub(channel).Tag(REQUEST, timeout=PATIENCE_S)
 
 
@@ -157,7 +157,7 @@ def test_probes_need_no_certificate(tmp_path: Path) -> None:
     async def test() -> None:
         async with tagger(ca.settings("tagger"), health_port=0) as here:
             assert here.health_port is not None
-            async with open_channel(f"127.0.0.1:{here.health_port}", Certificates(NO_TLS)) as channel:
+            async with open_channel(f"127.0.0.1:{here.health_port}", certificates=Certificates(NO_TLS)) as channel:
                 check = health_pb2_grpc.HealthStub(channel).Check
                 reply = await check(health_pb2.HealthCheckRequest(service="block.v1.LengthTagger"), timeout=PATIENCE_S)
                 assert reply.status == health_pb2.HealthCheckResponse.SERVING
@@ -180,7 +180,7 @@ def test_certificates_change_while_serving(tmp_path: Path, loop: str) -> None:
     async def test() -> None:
         async with (
             tagger(server.settings("tagger")) as here,
-            open_channel(f"127.0.0.1:{here.port}", Certificates(old.settings("gateway"))) as channel,
+            open_channel(f"127.0.0.1:{here.port}", certificates=Certificates(old.settings("gateway"))) as channel,
         ):
             stub = tagger_pb2_grpc.LengthTaggerStub(channel)
             await stub.Tag(REQUEST, timeout=PATIENCE_S)
