@@ -262,7 +262,7 @@ class InTurn(scheduler_pb2_grpc.SchedulerServicer):
         """Refuse a call that the bench does not make."""
         raise NotImplementedError
 
-    Generate = Explain = ListInstances = UsePolicy = Tail = WatchDrains = _refuse
+    Generate = Explain = ListInstances = UsePolicy = Tail = _refuse
 
     async def Release(  # noqa: N802 - the wire's name
         self,
