@@ -80,7 +80,9 @@ def test_a_name_gives_what_the_request_does_not_say(table: str) -> None:
             slo = Slo(ttft_s=0.5, tpot_s=0.1)
             assert placing.objective == Objective(name="chat", slo=slo, priority=2, weight=3.0, when_late=DEMOTE)
             assert (placing.client_id, placing.session_id) == ("c", "s")
-            assert placing.indicators.due_s == pytest.approx(placing.arrived_s - 0.2 + 0.5)
+            assert placing.indicators.due_s == pytest.approx(
+                placing.arrived_s - 0.2 + 0.5 - SchedulerSettings().deadline_margin_s, abs=1e-6
+            )
             assert placing.indicators.tpot_slo_s == 0.1
             asked = stubs[0].questions[-1].requests[0]
             (held,) = stubs[0].held.values()

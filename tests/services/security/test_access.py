@@ -19,7 +19,7 @@ from protos.block.v1 import common_pb2, scheduler_pb2
 from services.http.operator_port import OperatorPort, operator_port_served
 from services.live_page.pages import live_page_routes
 from services.rpc.channels import open_channel
-from services.rpc.errors import NotAllowedError, UnauthenticatedError, UnknownNameError
+from services.rpc.errors import UnknownNameError
 from services.rpc.grpc_channel import GrpcChannel
 from services.rpc.server import ServerSettings
 from services.security.access import (
@@ -31,6 +31,7 @@ from services.security.access import (
     is_loopback,
 )
 from services.security.access_settings import AccessSettings, access_controlled
+from services.security.errors import NotAllowedError, UnauthenticatedError
 from services.security.key_file import keys_in
 from services.security.own_key import OwnKey
 from services.security.roles import FOR_ANYONE, FOR_CLIENTS, FOR_PARTS, Permission, changes
