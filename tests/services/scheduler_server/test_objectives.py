@@ -22,6 +22,7 @@ from scheduler.instances import LATE, QUEUE_FULL, TENANT_LIMIT, OverloadedError
 from scheduler.intentions import Intention, Shed
 from scheduler.objectives import DEMOTE, SHED, Objective
 from scheduler.placement import PlacementRequest
+from services.placement.settings import SchedulerSettings
 from tests.services.files import replace_file
 from tests.services.objective_tables import chat_table
 from tests.services.scheduler_server.running import cluster, refused, run, scheduler, text_of
