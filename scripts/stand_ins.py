@@ -10,7 +10,8 @@ import argparse
 import asyncio
 import json
 import random
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any, cast
 
 import grpc
@@ -29,6 +30,8 @@ NUM_BLOCKS = 1024  # that a prefill leg leaves
 PROMPT_BYTES = 2048
 FIRST_MS, GAPS_MS = 40, (8, 9, 10, 11, 12)  # an engine's pace
 TOKEN_BYTES = 4
+
+DRAINS_EVERY_S = 5.0
 
 
 def main() -> None:
@@ -246,11 +249,20 @@ class InTurn(scheduler_pb2_grpc.SchedulerServicer):
         )
         return scheduler_pb2.ScheduleResponse(decision=decision)
 
+    async def WatchDrains(  # noqa: N802 - the wire's name
+        self, request: scheduler_pb2.WatchDrainsRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[scheduler_pb2.WatchDrainsResponse]:
+        """Say that no instance drains."""
+        del request, context
+        while True:
+            yield scheduler_pb2.WatchDrainsResponse(now_unix_s=time.time())
+            await asyncio.sleep(DRAINS_EVERY_S)
+
     def _refuse(self, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         """Refuse a call that the bench does not make."""
         raise NotImplementedError
 
-    Generate = Explain = ListInstances = UsePolicy = Tail = WatchDrains = _refuse
+    Generate = Explain = ListInstances = UsePolicy = Tail = _refuse
 
     async def Release(  # noqa: N802 - the wire's name
         self,

@@ -12,6 +12,7 @@ import click
 from services.cli.caller_key import api_key_option
 from services.cli.operator_client import OperatorReply, call_all, json_option, operator_option, require_success
 from services.cli.tls_options import tls_options
+from services.registrations import DEFAULT_DEADLINE_S
 from services.security.own_key import OwnKey
 
 NOT_FOUND = 404
@@ -24,7 +25,7 @@ STILL_BUSY = 1  # exit status
 @click.option(
     "--deadline-s",
     type=click.FloatRange(min=0),
-    default=60.0,
+    default=DEFAULT_DEADLINE_S,
     show_default=True,
     help="Time after which requests that are left move to other instances, in seconds.",
 )

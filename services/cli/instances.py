@@ -8,6 +8,7 @@ from urllib.parse import quote
 
 import click
 
+from scheduler.instances import BOTH
 from services.cli.caller_key import api_key_option
 from services.cli.operator_client import OperatorReply, call_all, json_option, operator_option, require_success
 from services.cli.tls_options import tls_options
@@ -43,7 +44,7 @@ def list_instances(operators: tuple[str, ...], key: OwnKey, *, as_json: bool) ->
 @click.argument("engine_url")
 @click.argument("sidecar_address", metavar="SIDECAR")
 @click.option("--model", "models", multiple=True, help="Model that it serves. Repeatable.  [default: any]")
-@click.option("--role", default="both", show_default=True, help="both, prefill or decode.")
+@click.option("--role", default=BOTH, show_default=True, help="both, prefill or decode.")
 @click.option("--tier", default="", help="Tier that it belongs to.")
 @click.option(
     "--ttl-s", type=float, default=None, help="Time after which it is forgotten, unless it is added again, in seconds."

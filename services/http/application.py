@@ -19,8 +19,9 @@ from services.http.errors import ApiError, HttpError
 from services.http.limits import BODY_TIMEOUT, DEFAULT_LIMITS, SETTINGS, HttpLimits, Refusals
 from services.http.proxying import is_event_stream
 from services.logs import log_event
-from services.rpc.errors import NotAllowedError, UnauthenticatedError, message_of, status_of
+from services.rpc.errors import message_of, status_of
 from services.security.access import EXPIRED_KEY, AccessControl, Caller
+from services.security.errors import NotAllowedError, UnauthenticatedError
 from services.security.roles import FOR_OPERATORS
 
 log = logging.getLogger(__name__)

@@ -75,9 +75,9 @@ class Proxy(Application):
         """Observe completions, and forward everything else."""
         return self._complete if _is_mirrored(call) else self._forward
 
-    def on_end(self, call: Call, path: str, status: int) -> None:
+    def on_end(self, call: Call, path: str, status: int) -> None:  # noqa: ARG002
         """Count a reply."""
-        self._count_reply(path if _is_mirrored(call) else "other", status)
+        self._count_reply(call.scope["path"] if _is_mirrored(call) else "other", status)
 
     # Completions.
 

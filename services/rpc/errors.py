@@ -10,6 +10,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from scheduler.instances import OverloadedError
+from services.security.errors import NotAllowedError, UnauthenticatedError
 
 MAX_MESSAGE = 500  # characters; messages travel in headers
 MAX_RETRY_AFTER_S = 3600.0  # the longest advice to a refused request
@@ -24,19 +25,6 @@ class BusyError(Exception):
 
 class UnknownNameError(Exception):
     """A name that is not known here, as of a model that no instance serves."""
-
-
-class UnauthenticatedError(Exception):
-    """A call without a valid key; `reason` is one of a few words, for metrics."""
-
-    def __init__(self, message: str, *, reason: str = "invalid_key") -> None:
-        """Note why."""
-        super().__init__(message)
-        self.reason = reason
-
-
-class NotAllowedError(Exception):
-    """A call that its caller may not make."""
 
 
 class MisdirectedError(Exception):

@@ -208,6 +208,8 @@ class Http2Connection(asyncio.Protocol):
     def send(self, stream: Http2Stream, data: bytes, *, end: bool = False) -> None:
         """Send data; what exceeds the server's window waits. Http2Error where too much waits."""
         size = len(data)
+        if not size and not end:
+            return  # some servers refuse an empty frame while the window is below 0
         if not stream.unsent and size <= min(stream.send_window, self._send_window, self._max_frame_bytes):
             assert self._transport is not None
             stream.send_window -= size

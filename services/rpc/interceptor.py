@@ -13,10 +13,11 @@ import grpc
 from google.protobuf.message import DecodeError
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from services.rpc.errors import BusyError, NotAllowedError, message_of, metadata_of, status_of
+from services.rpc.errors import BusyError, message_of, metadata_of, status_of
 from services.security.access import AccessControl, Caller, certificate_names, grpc_credentials
 from services.security.audit import FAILED, OK
 from services.security.certificates import Certificates
+from services.security.errors import NotAllowedError
 from services.security.handshakes import SERVER, HandshakeFailure
 from services.security.peer_names import is_allowed, not_allowed
 from services.security.roles import OBJECT_FIELDS, Permission, permission_of_method

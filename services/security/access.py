@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from services.rpc.errors import NotAllowedError, UnauthenticatedError
 from services.security.access_metrics import AccessMetrics
 from services.security.audit import FAILED, NO_AUDIT, OK, REFUSED, AuditLog
+from services.security.errors import NotAllowedError, UnauthenticatedError
 from services.security.keys import NO_KEYS, ApiKeys, KeyHolder
 from services.security.roles import Permission, Role, permission_of_route
 

@@ -194,6 +194,14 @@ CASES = {
         {"block_tls_reload_failures_total": per_minute(1)}, {"block_tls_reload_failures_total": steady(3)}, 30
     ),
     "BlockTlsHandshakesFail": Case(handshakes("expired", 30), handshakes("plain_text", 30), 20),
+    "BlockApiKeyFileInvalid": Case(
+        {"block_api_key_file_valid": steady(0)}, {"block_api_key_file_valid": steady(1)}, 10
+    ),
+    "BlockAuditLinesLost": Case(
+        {'block_audit_lines_lost_total{reason="failed"}': per_minute(1)},
+        {'block_audit_lines_lost_total{reason="rate"}': per_minute(1)},
+        10,
+    ),
 }
 # A few forecasts say nothing: neither alert fires.
 FEW = errors(0.5, -0.5, rate=0.5)

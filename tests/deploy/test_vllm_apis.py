@@ -156,10 +156,11 @@ def test_chats_completions_and_tokens(served: Served) -> None:
             assert counted["count"] == whole.usage.prompt_tokens
             text = await plain.post("/detokenize", json={"model": MODEL, "tokens": counted["tokens"]})
             assert text.status_code == 200, text.text
-            rendered = None
-            while rendered is None or rendered.status_code == 503:  # an engine writes its first document slowly
-                rendered = await plain.post("/v1/completions/render", json={"model": MODEL, "prompt": "Tell me"})
-            assert rendered.status_code == 200, rendered.text
+            body = {"model": MODEL, "messages": [HI, HI], "max_tokens": 2}
+            batch = None
+            while batch is None or batch.status_code == 503:  # an engine writes its first document slowly
+                batch = await plain.post("/v1/chat/completions/batch", json=body)
+            assert batch.headers["x-block-instance"] == TEXT, batch.text
             for path in ("/v1/load_lora_adapter", "/sleep", "/scale_elastic_ep", "/abort_requests"):
                 assert (await plain.post(path, json={})).status_code == 404
 

@@ -78,7 +78,7 @@ class Streamed:
 
 
 def test_streams_leave_an_instance_that_drains(live: Living) -> None:
-    """One scheduler of two is told; no stream loses a token or has one twice, and those elsewhere stay there."""
+    """One scheduler of two has the order; no stream loses a token or has one twice, and those elsewhere stay there."""
 
     async def test() -> None:
         gateway = "gateway-block"

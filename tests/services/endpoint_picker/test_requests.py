@@ -175,7 +175,8 @@ def test_only_endpoints_of_the_subset_are_chosen(form: str) -> None:
             subset = {"list": allowed, "text": ", ".join(allowed), "address": ["10.0.0.1", "127.0.0.1"]}[form]
             one = await ask(here, subset=subset)
             assert set(chosen(one.received[0])) == set(here.endpoints if form == "address" else allowed)
-            got = await ask(here, head("/v1/embeddings"), subset=subset)
+            text = b'{"model": "tiny", "input": "sea"}'
+            got = await ask(here, head("/v1/embeddings"), text, subset=subset)
             assert set(chosen(got.received[0])) <= set(here.endpoints if form == "address" else allowed)
 
     run(test)

@@ -175,9 +175,10 @@ def test_stop_strings_continue_by_text() -> None:
     transcript = transcript_of(data, chat=False)
     for event in events_of({**data, IDS_FIELD: True}, chat=False)[:4]:
         transcript.passed(event)
-    body = json.loads(transcript.continuation().body)
-    assert body["prompt"] == COMPLETE["prompt"] + parsed(data, chat=False).answer.text(0, 4)
-    assert (body["max_tokens"], body["stop"]) == (16, ["xyz"])
+    rest = transcript.continuation()
+    body = json.loads(rest.body)
+    assert body["prompt"] == COMPLETE["prompt"] + parsed(data, chat=False).answer.text(0, 4)[:-2]
+    assert (rest.num_sent, body["max_tokens"], body["stop"]) == (3, 17, ["xyz"])
 
 
 def test_a_chat_continues_as_a_completion_of_token_ids() -> None:

@@ -333,7 +333,7 @@ def test_a_restart_keeps_them(tmp_path: Path) -> None:
 
 
 def test_schedulers_share_a_file(tmp_path: Path) -> None:
-    """What one is told, the other one does; changes at the same time are all made."""
+    """What one takes, the other one follows; changes at the same time are all made."""
 
     async def test() -> None:
         path = tmp_path / "registered.json"

@@ -22,6 +22,7 @@ from scheduler.instances import LATE, QUEUE_FULL, TENANT_LIMIT, OverloadedError
 from scheduler.intentions import Intention, Shed
 from scheduler.objectives import DEMOTE, SHED, Objective
 from scheduler.placement import PlacementRequest
+from services.placement.settings import SchedulerSettings
 from tests.services.files import replace_file
 from tests.services.objective_tables import chat_table
 from tests.services.scheduler_server.running import cluster, refused, run, scheduler, text_of
@@ -80,7 +81,9 @@ def test_a_name_gives_what_the_request_does_not_say(table: str) -> None:
             slo = Slo(ttft_s=0.5, tpot_s=0.1)
             assert placing.objective == Objective(name="chat", slo=slo, priority=2, weight=3.0, when_late=DEMOTE)
             assert (placing.client_id, placing.session_id) == ("c", "s")
-            assert placing.indicators.due_s == pytest.approx(placing.arrived_s - 0.2 + 0.5)
+            assert placing.indicators.due_s == pytest.approx(
+                placing.arrived_s - 0.2 + 0.5 - SchedulerSettings().deadline_margin_s, abs=1e-6
+            )
             assert placing.indicators.tpot_slo_s == 0.1
             asked = stubs[0].questions[-1].requests[0]
             (held,) = stubs[0].held.values()

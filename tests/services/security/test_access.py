@@ -23,7 +23,7 @@ from services.http.operator_port import OperatorPort, operator_port_served
 from services.http.server import answering, listening
 from services.live_page.pages import live_page_routes
 from services.rpc.channels import open_channel
-from services.rpc.errors import NotAllowedError, UnauthenticatedError, UnknownNameError
+from services.rpc.errors import UnknownNameError
 from services.rpc.grpc_channel import GrpcChannel
 from services.rpc.server import ServerSettings
 from services.security.access import (
@@ -37,6 +37,7 @@ from services.security.access import (
 )
 from services.security.access_metrics import AccessMetrics
 from services.security.access_settings import AccessSettings, access_controlled
+from services.security.errors import NotAllowedError, UnauthenticatedError
 from services.security.key_file import keys_in
 from services.security.own_key import OwnKey
 from services.security.roles import FOR_ANYONE, FOR_CLIENTS, FOR_PARTS, Permission, changes
