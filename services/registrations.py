@@ -160,6 +160,7 @@ class Registrations:
         for name, table in orders.items():
             try:
                 found.drains[name] = DrainOrder(**table)
+                found.drains[name].drain()  # whose times are checked, too
             except (ValueError, TypeError) as error:
                 raise ValueError(f"drains.{name}: {error}") from None
         return found

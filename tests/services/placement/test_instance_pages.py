@@ -365,7 +365,8 @@ def test_schedulers_share_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text",
     ["", "{", "[]", '{"version": 2}', '{"version": 1, "instances": [{"instance_id": "a"}]}',
-     '{"version": 1, "drains": {"a": {"deadline_s": -1}}}', '{"version": 1, "drains": {"a": []}}', "\x00" * 99],
+     '{"version": 1, "drains": {"a": {"deadline_s": -1}}}', '{"version": 1, "drains": {"a": []}}', "\x00" * 99,
+     '{"version": 1, "drains": {"a": {"since_unix_s": "x"}}}', '{"version": 1, "drains": {"a": {"deadline_s": 0}}}'],
 )  # fmt: skip
 def test_a_damaged_file_counts_as_empty(tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture) -> None:
     """One line says so, and the next change writes a whole one."""
