@@ -245,7 +245,7 @@ class Gateway(Application):
     # Everything else.
 
     async def _refuse_realtime(self, _: Call) -> None:
-        raise ApiError(501, "realtime sessions over WebSocket are not served; use /v1/responses or /v1/audio")
+        raise ApiError(400, "realtime sessions over WebSocket are not served; use /v1/responses or /v1/audio")
 
     async def _list_models(self, call: Call) -> None:
         self.require_open()

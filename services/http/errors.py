@@ -26,7 +26,6 @@ KINDS = {
     429: ("rate_limit_error", "rate_limit_exceeded"),
     431: ("invalid_request_error", "headers_too_large"),
     500: ("server_error", "internal_error"),
-    501: ("invalid_request_error", "not_implemented"),
     502: ("server_error", "engine_failed"),
     503: ("server_error", "unavailable"),
     504: ("server_error", "engine_timeout"),

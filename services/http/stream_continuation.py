@@ -304,7 +304,7 @@ class StreamTranscript:
                 self._shown.append((self._num_characters + self._num_held_back, len(self._ids)))
                 self._num_before_held_back()
         if choice.get("finish_reason"):
-            self.finish_reason = choice["finish_reason"]
+            self.finish_reason = str(choice["finish_reason"])
             self._ids.extend(self._pending_ids)
             self._pending_ids = []
 

@@ -303,6 +303,7 @@ def times_of(forecast: Forecast | None) -> tuple[float, ...] | None:
 def explained(decision: Decision) -> tuple[Any, ...]:
     """A placement with its explanation."""
     placement = decision.placement
+    draining = {name for name, one in decision.core.instances.by_id.items() if one.is_draining}
     return (
         placement.instance_id,
         placement.basis,
@@ -326,7 +327,7 @@ def explained(decision: Decision) -> tuple[Any, ...]:
                 {name: round(value, 6) for name, value in one.read.items() if value == value},  # noqa: PLR0124 - NaN
                 *(
                     ({}, 0, 0.0)
-                    if one.status is CandidateStatus.DRAINING
+                    if one.instance_id in draining  # they report by themselves in one of the drivers
                     else (dict(one.indicators), one.num_unseen, round(one.age_s, 4))
                 ),
             )
