@@ -324,9 +324,11 @@ def explained(decision: Decision) -> tuple[Any, ...]:
                 one.note,
                 times_of(one.predicted),
                 {name: round(value, 6) for name, value in one.read.items() if value == value},  # noqa: PLR0124 - NaN
-                dict(one.indicators),
-                one.num_unseen,
-                round(one.age_s, 4),
+                *(
+                    ({}, 0, 0.0)
+                    if one.status is CandidateStatus.DRAINING
+                    else (dict(one.indicators), one.num_unseen, round(one.age_s, 4))
+                ),
             )
             for one in decision.explanation.candidates()
         ),

@@ -65,7 +65,7 @@ def test_vllm_gets_a_connector(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
     def programs(vllm: VllmSettings) -> list[Any]:
         settings = ClusterSettings(prefill=1, decode=1, vllm=vllm, host="0.0.0.0", insecure=True)  # noqa: S104
-        return [engine._program for engine in engines_of(settings, (), files)]
+        return [engine._program for engine in engines_of(settings, (), files, None)]
 
     on_gpus = programs(VllmSettings(model="m", devices=("4", "5"), arguments=("--dtype", "half")))
     ports = {program.environment["VLLM_NIXL_SIDE_CHANNEL_PORT"] for program in on_gpus}

@@ -120,12 +120,12 @@ def test_engines_are_told_where_to_show_their_state(tmp_path: Path) -> None:
     """Each engine has its own state file and port; mirrored engines export nothing."""
     files = [tmp_path / "engine-0.state", tmp_path / "engine-1.state"]
     vllm = VllmSettings(model="m", devices=("4", "5"), arguments=("--dtype", "half"))
-    engines = engines_of(ClusterSettings(instances=2, vllm=vllm), (), files)
+    engines = engines_of(ClusterSettings(instances=2, vllm=vllm), (), files, None)
     environments = [engine._program.environment for engine in engines]
     assert [one["BLOCK_STATE_FILE"] for one in environments] == [*map(str, files)]
     assert [one["CUDA_VISIBLE_DEVICES"] for one in environments] == ["4", "5"]
     assert len({engine.port for engine in engines} - {0}) == 2
-    (mirrored, _) = engines_of(ClusterSettings(instances=2, vllm=vllm, mirror=True), (), files)
+    (mirrored, _) = engines_of(ClusterSettings(instances=2, vllm=vllm, mirror=True), (), files, None)
     assert mirrored._program.environment["BLOCK_EXPORT"] == "0"
     assert "BLOCK_STATE_FILE" not in mirrored._program.environment
 

@@ -157,7 +157,7 @@ def test_a_picker_serves_a_pool() -> None:
     [
         (["--instances-from", "kubernetes"], "pool_name: give one of --pool-name and --endpoint-selector"),
         (["--pool-name", "chat"], "instances: give one of"),
-        (["--instances-dns", "n:1:2", "--pool-name", "chat"], "instances_from: is missing"),
+        (["--instances-dns", "n:1:2", "--pool-name", "chat"], "instances_from: must be kubernetes"),
         (["--instances-from", "kubernetes", "--endpoint-selector", "app=x"], "endpoint_target_ports: goes with"),
         (
             ["--instances-from", "kubernetes", "--endpoint-selector", "app", "--endpoint-target-ports", "1"],

@@ -223,4 +223,4 @@ def test_paged_attention_is_called_correctly() -> None:
 def test_weights_have_copies_that_exceed_the_caches() -> None:
     """Small weights have a copy for each layer, so that a run does not find them in a cache."""
     layer = TorchLayer(share_of({**CONFIG, "num_hidden_layers": 3}, dtype="float32"), CPU)
-    assert len({copy.data_ptr() for copy in layer._qkv}) == 3
+    assert len({copy.data_ptr() for copy in layer.copies(64, 32)}) == 3
