@@ -39,8 +39,8 @@ class LinkSecurity:
         missing = [part for part in PEERS if not is_valid(folder / f"{part}.crt")]
         if missing:
             names = LOCAL_NAMES if is_on_loopback(host) else (*LOCAL_NAMES, host)
-            names = tuple(name for name in names if name not in {"0.0.0.0", "::"})  # noqa: S104
-            write_certificates(folder, missing, names, force=True)
+            known = [name for name in names if name not in {"0.0.0.0", "::"}]  # noqa: S104
+            write_certificates(folder, missing, known, force=True)
         return cls(folder=folder)
 
     @property

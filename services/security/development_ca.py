@@ -83,6 +83,9 @@ def write_certificates(
     """
     if not 0 < days <= MAX_DAYS:
         raise ValueError(f"days: must lie above 0 and at most at {MAX_DAYS}, not {days:g}")
+    for name in names:
+        if not (name and name.isascii() and name.isprintable() and " " not in name):
+            raise ValueError(f"name: {name!r} must be a DNS name in ASCII (xn--…), an address or a URI")
     targets = [(part, folder / f"{part}.crt", folder / f"{part}.key") for part in parts]
     existing = next((file for _, *files in targets for file in files if file.exists()), None)
     if existing is not None and not force:

@@ -88,7 +88,15 @@ def test_a_cluster_renews_expired_certificates_of_its_folder(tmp_path: Path) -> 
     Certificates(LinkSecurity(folder=tmp_path).settings("gateway"))
 
 
-@pytest.mark.parametrize(("flags", "named"), [(["--days", "0"], "days: "), (["--days", "9999"], "days: ")])
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--days", "0"], "days: "),
+        (["--days", "9999"], "days: "),
+        (["--name", ""], "name: ''"),
+        (["--name", "bücher.test"], "name: 'bücher.test'"),
+    ],
+)
 def test_bad_values_are_refused_by_name(tmp_path: Path, flags: list[str], named: str) -> None:
     """The line of the error names the option."""
     assert named in refusal("certs", str(tmp_path), *flags)
