@@ -33,13 +33,14 @@ class LinkSecurity:
 
     @classmethod
     def in_folder(cls, folder: Path, host: str) -> LinkSecurity:
-        """Use the certificates of a folder; those that are not there are made."""
-        from services.security.development_ca import write_certificates
+        """Use the certificates of a folder; those that are missing or have expired are made."""
+        from services.security.development_ca import is_valid, write_certificates
 
-        missing = [part for part in PEERS if not (folder / f"{part}.crt").exists()]
+        missing = [part for part in PEERS if not is_valid(folder / f"{part}.crt")]
         if missing:
             names = LOCAL_NAMES if is_on_loopback(host) else (*LOCAL_NAMES, host)
-            write_certificates(folder, missing, [name for name in names if name not in {"0.0.0.0", "::"}])  # noqa: S104
+            known = [name for name in names if name not in {"0.0.0.0", "::"}]  # noqa: S104
+            write_certificates(folder, missing, known, force=True)
         return cls(folder=folder)
 
     @property

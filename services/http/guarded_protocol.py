@@ -26,7 +26,6 @@ from services.http.limits import (
     Refusals,
     client_of,
 )
-from services.security.peer_names import names_in
 
 MAX_TARGET_BYTES = 8192  # of a request line
 MAX_PIPELINED = 64  # requests that wait for the response to an earlier one
@@ -102,7 +101,6 @@ class GuardedProtocol(HttpToolsProtocol):
         self._guard = guard
         self._limits = guard.limits
         self._client_key = ""
-        self._certificate_names: list[str] = []  # of a client certificate that TLS has verified
         self._is_refused = False
         self._violation = ""  # that a callback of the parser found
         self._in_head = self._in_body = False
@@ -119,7 +117,6 @@ class GuardedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Count the connection, and refuse one too many."""
         super().connection_made(transport)
-        self._certificate_names = names_in(transport.get_extra_info("peercert"))
         guard = self._guard
         self._client_key = client_of(self.client[0]) if self.client else ""
         code = guard.connections.opened(self._client_key)
@@ -185,8 +182,6 @@ class GuardedProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """Note that a head begins."""
         super().on_message_begin()
-        if self._certificate_names:
-            self.scope["extensions"] = {"tls": {"client_cert_names": self._certificate_names}}
         self._in_head = True
         self._num_headers = self._head_bytes = self._num_received = 0
         self._num_begun += 1

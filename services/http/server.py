@@ -56,10 +56,16 @@ async def answering(  # noqa: PLR0913 - what any of our servers may need
     )
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     config.load()
-    config.ssl = tls
     http = uvicorn.Server(config)
     http.lifespan = config.lifespan_class(config)
-    await http.startup(sockets=[listener])
+    await http.startup(sockets=[] if tls else [listener])
+    if tls:  # uvicorn would give a handshake 60 s, and connections count for the limits only after it
+        loop = asyncio.get_running_loop()
+        connected = partial(protocol, guard, config=config, server_state=http.server_state, app_state={})
+        server = await loop.create_server(
+            connected, sock=listener, ssl=tls, backlog=BACKLOG, ssl_handshake_timeout=app.limits.header_s
+        )
+        http.servers.append(server)
     ticking = asyncio.create_task(http.main_loop())
     try:
         yield

@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from services.rpc.errors import BusyError, message_of, metadata_of, status_of
-from services.security.access import AccessControl, Caller, certificate_names, grpc_credentials
+from services.security.access import AccessControl, Caller, alternative_names, grpc_credentials
 from services.security.audit import FAILED, OK
 from services.security.certificates import Certificates
 from services.security.errors import NotAllowedError
@@ -196,7 +196,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 def _require_allowed(context: Context, certificates: Certificates) -> None:
     """Refuse the call of a client whose certificate has none of the allowed names."""
     patterns = certificates.tls.tls_peers
-    names = certificate_names(context.auth_context())
+    names = alternative_names(context.auth_context())
     if not is_allowed(names, patterns):
         reason = not_allowed("client", names, patterns)
         certificates.handshakes.failed(SERVER, HandshakeFailure(reason="not_allowed", text=reason))

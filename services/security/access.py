@@ -225,11 +225,22 @@ def grpc_credentials(context: Any) -> Credentials:
 
 
 def certificate_names(authentication: Mapping[str, Iterable[bytes]]) -> tuple[str, ...]:
-    """Return the names of a client certificate that gRPC has verified, the alternative ones first."""
+    """Return the names of a client certificate that gRPC has verified: its alternative names, or else its common one.
+
+    CAs check alternative names; beside them, a common name may be any text.
+    """
+    return alternative_names(authentication) or _names(authentication, "x509_common_name")
+
+
+def alternative_names(authentication: Mapping[str, Iterable[bytes]]) -> tuple[str, ...]:
+    """Return the alternative names of a client certificate that gRPC has verified."""
+    return _names(authentication, "x509_subject_alternative_name")
+
+
+def _names(authentication: Mapping[str, Iterable[bytes]], kind: str) -> tuple[str, ...]:
     if b"ssl" not in authentication.get("transport_security_type", ()):
         return ()
-    names = [*authentication.get("x509_subject_alternative_name", ()), *authentication.get("x509_common_name", ())]
-    return tuple(dict.fromkeys(name.decode("utf-8", "replace") for name in names))
+    return tuple(dict.fromkeys(name.decode("utf-8", "replace") for name in authentication.get(kind, ())))
 
 
 def is_loopback(host: str) -> bool:

@@ -167,7 +167,7 @@ class Certificates:
         self._seen = seen
         try:
             self._loaded = self._load()
-        except ValueError as error:
+        except (OSError, ValueError) as error:  # OSError: a file was removed after it was read
             self.num_failed_reloads += 1
             log_event(log, logging.ERROR, "certificates changed, and cannot be used; the old ones stay", reason=error)
             return

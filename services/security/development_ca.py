@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID
@@ -82,12 +83,17 @@ def write_certificates(
     """
     if not 0 < days <= MAX_DAYS:
         raise ValueError(f"days: must lie above 0 and at most at {MAX_DAYS}, not {days:g}")
+    for name in names:
+        if not (name and name.isascii() and name.isprintable() and " " not in name):
+            raise ValueError(f"name: {name!r} must be a DNS name in ASCII (xn--…), an address or a URI")
     targets = [(part, folder / f"{part}.crt", folder / f"{part}.key") for part in parts]
     existing = next((file for _, *files in targets for file in files if file.exists()), None)
     if existing is not None and not force:
         raise ValueError(f"folder: {existing} exists already; overwrite with --force, or name another folder")
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    ca, written = _ca_in(folder, days)
+    ca, written = _ca_in(folder)
+    left = x509.load_pem_x509_certificate(ca.certificate).not_valid_after_utc - dt.datetime.now(dt.UTC)
+    days = min(days, left / dt.timedelta(days=1))  # a certificate is worth nothing after its CA has expired
     for part, certificate_file, key_file in targets:
         made = make_certificate(ca, [part_name(part), part, *names], days)
         _write(certificate_file, made.certificate)
@@ -96,21 +102,42 @@ def write_certificates(
     return written
 
 
-def _ca_in(folder: Path, days: float) -> tuple[KeyPair, list[Path]]:
+def is_valid(certificate_file: Path) -> bool:
+    """Return whether a file has a certificate that has not expired."""
+    if not certificate_file.exists():
+        return False
+    try:
+        certificate = x509.load_pem_x509_certificate(certificate_file.read_bytes())
+    except ValueError:
+        raise ValueError(f"folder: {certificate_file} is no certificate in PEM") from None
+    return certificate.not_valid_after_utc > dt.datetime.now(dt.UTC)
+
+
+def _ca_in(folder: Path) -> tuple[KeyPair, list[Path]]:
     """Read the folder's CA; make one if there is none, or it has expired."""
     certificate_file, key_file = folder / CA_FILE, folder / CA_KEY_FILE
-    if certificate_file.exists() and key_file.exists():
-        ca = KeyPair(certificate=certificate_file.read_bytes(), key=key_file.read_bytes())
-        try:
-            certificate = x509.load_pem_x509_certificate(ca.certificate)
-        except ValueError:
-            raise ValueError(f"folder: {certificate_file} is no certificate in PEM") from None
-        if certificate.not_valid_after_utc > dt.datetime.now(dt.UTC) + dt.timedelta(days=days):
-            return ca, []
-    made = make_ca(max(days, MAX_DAYS))
-    _write(certificate_file, made.certificate)
+    if is_valid(certificate_file):
+        return KeyPair(certificate=certificate_file.read_bytes(), key=_key_of(certificate_file, key_file)), []
+    made = make_ca(MAX_DAYS)
     _write(key_file, made.key)
+    _write(certificate_file, made.certificate)
     return made, [certificate_file, key_file]
+
+
+def _key_of(certificate_file: Path, key_file: Path) -> bytes:
+    """Read the private key of a CA; ValueError where it is missing, or that of another one."""
+    certificate = x509.load_pem_x509_certificate(certificate_file.read_bytes())
+    if not key_file.exists():
+        raise ValueError(f"folder: {key_file} is missing, the key of {CA_FILE}; name a folder with both, or a new one")
+    content = key_file.read_bytes()
+    try:
+        key: Any = serialization.load_pem_private_key(content, password=None)
+        is_its_key = key.public_key() == certificate.public_key()
+    except (ValueError, TypeError, UnsupportedAlgorithm):
+        is_its_key = False
+    if not is_its_key:
+        raise ValueError(f"folder: {key_file} is not the key of {CA_FILE}, in PEM without a password")
+    return content
 
 
 def _write(path: Path, content: bytes) -> None:

@@ -30,6 +30,7 @@ from services.security.access import (
     NO_PERMISSION,
     AccessControl,
     Credentials,
+    alternative_names,
     certificate_names,
     http_credentials,
     is_from_other_site,
@@ -112,7 +113,9 @@ def test_with_certificates() -> None:
     assert admitted(access, OPERATORS, **THERE, **part, key=b"o") == "olga operator"
     names = {"transport_security_type": [b"ssl"], "x509_common_name": [b"cn"],
              "x509_subject_alternative_name": [b"a", b"b", b"a"]}  # fmt: skip
-    assert certificate_names(names) == ("a", "b", "cn")
+    assert certificate_names(names) == alternative_names(names) == ("a", "b")  # a common name may be any text
+    only_common = {**names, "x509_subject_alternative_name": []}
+    assert (certificate_names(only_common), alternative_names(only_common)) == (("cn",), ())
     assert certificate_names({**names, "transport_security_type": [b"insecure"]}) == ()
     assert certificate_names({}) == ()
 

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 from cryptography import x509
 
+from services.cluster.link_security import LinkSecurity
 from services.security.certificates import Certificates
+from services.security.development_ca import KeyPair, is_valid, make_certificate
 from services.security.settings import TlsSettings
 from tests.services.cli.running import answer, refusal
 
@@ -51,7 +53,50 @@ def test_nothing_is_overwritten_without_force(tmp_path: Path) -> None:
     assert len(context.get_ca_certs()) == 1
 
 
-@pytest.mark.parametrize(("flags", "named"), [(["--days", "0"], "days: "), (["--days", "9999"], "days: ")])
+def test_a_valid_ca_is_never_replaced(tmp_path: Path) -> None:
+    """Certificates for as long as the CA, or longer, expire with it; without its key, or with another, none is made."""
+    answer("certs", str(tmp_path), "--part", "gateway", "--days", "3650")
+    ca = (tmp_path / "ca.crt").read_bytes()
+    answer("certs", str(tmp_path), "--part", "tagger", "--days", "3650")
+    assert (tmp_path / "ca.crt").read_bytes() == ca
+    tagger, gateway, authority = (
+        x509.load_pem_x509_certificate((tmp_path / f"{name}.crt").read_bytes()) for name in ("tagger", "gateway", "ca")
+    )
+    assert max(tagger.not_valid_after_utc, gateway.not_valid_after_utc) <= authority.not_valid_after_utc
+    key = (tmp_path / "ca.key").read_bytes()
+    (tmp_path / "ca.key").write_bytes((tmp_path / "tagger.key").read_bytes())
+    assert "ca.key is not the key of ca.crt" in refusal("certs", str(tmp_path), "--part", "engine")
+    (tmp_path / "ca.key").unlink()
+    assert "ca.key is missing" in refusal("certs", str(tmp_path), "--part", "engine")
+    (tmp_path / "ca.key").write_bytes(key)
+    answer("certs", str(tmp_path), "--part", "engine")
+    assert (tmp_path / "ca.crt").read_bytes() == ca
+
+
+def test_a_cluster_renews_expired_certificates_of_its_folder(tmp_path: Path) -> None:
+    """A part whose certificate has expired gets another one; those of the other parts and the CA stay."""
+    LinkSecurity.in_folder(tmp_path, "127.0.0.1")
+    ca = KeyPair(certificate=(tmp_path / "ca.crt").read_bytes(), key=(tmp_path / "ca.key").read_bytes())
+    expired = make_certificate(ca, ["gateway.block.internal"], days=-1.0)
+    (tmp_path / "gateway.crt").write_bytes(expired.certificate)
+    (tmp_path / "gateway.key").write_bytes(expired.key)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    LinkSecurity.in_folder(tmp_path, "127.0.0.1")
+    after = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert {name for name in after if after[name] != before[name]} == {"gateway.crt", "gateway.key"}
+    assert is_valid(tmp_path / "gateway.crt")
+    Certificates(LinkSecurity(folder=tmp_path).settings("gateway"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--days", "0"], "days: "),
+        (["--days", "9999"], "days: "),
+        (["--name", ""], "name: ''"),
+        (["--name", "bücher.test"], "name: 'bücher.test'"),
+    ],
+)
 def test_bad_values_are_refused_by_name(tmp_path: Path, flags: list[str], named: str) -> None:
     """The line of the error names the option."""
     assert named in refusal("certs", str(tmp_path), *flags)

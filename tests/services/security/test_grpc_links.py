@@ -9,6 +9,9 @@ from pathlib import Path
 
 import grpc
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.serialization import Encoding, load_pem_private_key
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry
 
@@ -130,6 +133,42 @@ def test_a_client_that_is_not_on_the_list_is_refused(tmp_path: Path) -> None:
             assert error.details() == (
                 "the client's certificate is for engine.test, localhost, 127.0.0.1, and --tls-peer allows *.block.test"
             )
+
+    run_on("asyncio", test)
+
+
+def test_a_common_name_is_no_name_of_a_peer(tmp_path: Path) -> None:
+    """CAs check alternative names only, so a client cannot pass by another text in its subject."""
+    ca = Authority(folder=tmp_path)
+    ca.issue("tagger")
+    ca.issue("engine")
+    ours = x509.load_pem_x509_certificate((tmp_path / "engine.crt").read_bytes())
+    builder = x509.CertificateBuilder(
+        issuer_name=ours.issuer, public_key=ours.public_key(), serial_number=ours.serial_number,
+        not_valid_before=ours.not_valid_before_utc, not_valid_after=ours.not_valid_after_utc,
+        subject_name=x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "gateway.test")]),
+        extensions=list(ours.extensions),
+    )  # fmt: skip
+    signed = builder.sign(load_pem_private_key(ca.pair.key, password=None), SHA256())
+    (tmp_path / "engine.crt").write_bytes(signed.public_bytes(Encoding.PEM))
+
+    async def test() -> None:
+        async with tagger(ca.settings("tagger", peers=["gateway.test"])) as here:
+            error = await refused(here.port, ca.settings("engine"))
+            assert error.code() is grpc.StatusCode.PERMISSION_DENIED
+            assert "is for engine.test" in error.details()
+
+    run_on("asyncio", test)
+
+
+def test_names_are_checked_where_clients_need_a_certificate(tmp_path: Path) -> None:
+    """With --tls-client-auth none, --tls-peer is for servers only: a client without a certificate is served."""
+    ca = Authority(folder=tmp_path)
+    ca.issue("tagger")
+
+    async def test() -> None:
+        async with tagger(ca.settings("tagger", peers=["tagger.test"], tls_client_auth="none")) as here:
+            assert (await tag(here.port, ca.settings())).HasField("tag")
 
     run_on("asyncio", test)
 

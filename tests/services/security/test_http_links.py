@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 import ssl
@@ -14,6 +15,7 @@ import pytest
 
 from services.http.application import Application, Call
 from services.http.client import BrokenError, ConnectError, HttpClient, origin_of
+from services.http.limits import HttpLimits
 from services.http.server import answering, listening
 from services.security.certificates import Certificates
 from services.security.settings import TlsSettings
@@ -54,6 +56,40 @@ async def get(port: int, certificates: Certificates, *, scheme: str = "https", h
         client.close()
     assert status == 200
     return body.decode()
+
+
+@LOOPS
+def test_a_client_that_does_not_complete_its_handshake_is_disconnected(tmp_path: Path, loop: str) -> None:
+    """A handshake has the time of a request's head, whether nothing arrives or a part of it."""
+    ca = Authority(folder=tmp_path)
+    ca.issue("server")
+
+    async def test() -> None:
+        app = Greeter()
+        app.limits = HttpLimits(header_s=0.2)
+        with listening("127.0.0.1", 0) as listener:
+            async with answering(app, listener, 1.0, tls=Certificates(ca.settings("server")).server_context):
+                for sent in (b"", b"\x16\x03\x01\x02\x00\x01"):
+                    reader, writer = await asyncio.open_connection("127.0.0.1", listener.getsockname()[1])
+                    writer.write(sent)
+                    async with asyncio.timeout(WITHIN_S):
+                        with contextlib.suppress(ConnectionError):
+                            assert await reader.read() == b""
+                    writer.close()
+
+    run_on(loop, test)
+
+
+def test_names_are_checked_where_clients_need_a_certificate(tmp_path: Path) -> None:
+    """With --tls-client-auth none, --tls-peer is for servers only: a client without a certificate is served."""
+    ca = Authority(folder=tmp_path)
+    ca.issue("server")
+
+    async def test() -> None:
+        async with server(ca.settings("server", peers=["server.test"], tls_client_auth="none")) as (port, _):
+            assert await get(port, Certificates(ca.settings())) == "https"
+
+    run_on("asyncio", test)
 
 
 @LOOPS

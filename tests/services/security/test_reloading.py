@@ -114,6 +114,31 @@ def test_a_broken_file_keeps_what_was_before(tmp_path: Path, caplog: pytest.LogC
 
 
 @pytest.mark.usefixtures("looked_at_each_time")
+def test_a_file_that_is_removed_while_it_is_read_keeps_what_was_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The handshake that looks at the files does not fail."""
+    ca = Authority(folder=tmp_path)
+    ca.issue("server")
+    certificates = Certificates(ca.settings("server"))
+    before, read = certificates.loaded, module._read
+
+    def read_and_remove(name: str, path: str) -> bytes:
+        content = read(name, path)
+        if name == "tls_key":
+            Path(path).unlink()
+        return content
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_read", read_and_remove)
+        ca.issue("server")
+        assert certificates.loaded is before
+    ca.issue("server")
+    assert certificates.loaded is not before
+    assert certificates.num_failed_reloads == 1
+
+
+@pytest.mark.usefixtures("looked_at_each_time")
 def test_a_swapped_link_is_a_change(tmp_path: Path) -> None:
     """As Kubernetes changes a mounted Secret: by another target of a link to a folder."""
     folders = [Authority(folder=tmp_path / name) for name in ("first", "second")]
