@@ -20,7 +20,7 @@ from services.emulator.tokens import token_ids
 from tests.services.cluster.living import ENGINES, MODEL, Living
 from tests.services.waiting import PATIENCE_S, until
 
-pytestmark = pytest.mark.xdist_group("cluster")  # one at a time: each starts a dozen processes
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("cluster")]  # one at a time: each starts a dozen processes
 
 HI: Any = [{"role": "user", "content": "Tell me of the sea"}]
 NUM_TOKENS = 6

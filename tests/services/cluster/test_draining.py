@@ -14,7 +14,7 @@ from tests.services.cluster.living import ENGINES, MODEL, SCHEDULERS, Living, is
 from tests.services.cluster.loading import loaded
 from tests.services.waiting import until
 
-pytestmark = pytest.mark.xdist_group("cluster")  # one at a time: each starts a dozen processes
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("cluster")]  # one at a time: each starts a dozen processes
 
 NUM_STREAMS = 8
 MAX_TOKENS = 120

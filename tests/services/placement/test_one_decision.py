@@ -246,6 +246,7 @@ def test_the_asyncio_driver_decides_as_the_reference_does(entry: str, script: Sc
     assert_same(record, reference(script))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("policy", "name"), CASES)
 def test_the_asyncio_driver_decides_as_the_reference_does_by_every_policy(policy: str, name: str) -> None:
     """In every scenario, also for a gateway that decides in its own process."""
