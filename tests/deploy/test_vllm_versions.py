@@ -91,7 +91,6 @@ def test_its_requests_are_forecast(one: Fleet, profile: Profile) -> None:
         sidecar.close()
 
     one.run(test())
-    print("errors of e2e:", [f"{error:.1%}" for error in errors])
     assert statistics.median(errors) < MOST_ERROR, errors
 
 

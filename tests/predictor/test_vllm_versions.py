@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from predictor.config import EngineConfig
@@ -36,7 +38,7 @@ def test_rules_are_those_of_the_release_or_of_the_nearest(
 def test_each_release_differs_only_where_it_is_said() -> None:
     """0.31 and 0.33 changed what the scheduler decides for requests of text."""
     releases = sorted(RULES)
-    changed = [new for old, new in zip(releases, releases[1:], strict=False) if RULES[old] != RULES[new]]
+    changed = [new for old, new in pairwise(releases) if RULES[old] != RULES[new]]
     assert changed == [(0, 31), (0, 33)]
 
 

@@ -8,7 +8,9 @@ from heapq import merge
 from itertools import chain
 from typing import Any
 
-Queues = tuple[list[Any], list[Any]]  # waiting requests in the order in which vLLM tries them, and those that hold blocks
+Queues = tuple[
+    list[Any], list[Any]
+]  # waiting requests in the order in which vLLM tries them, and those that hold blocks
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ def running_version() -> str:
 
 
 def known_version() -> str:
-    """Return vLLM's version for the engine model; for one that is no release, such as `dev`, the newest that is known."""
+    """Return vLLM's version for the engine model: the newest that is known for one like `dev`, which is no release."""
     version = running_version()
     try:
         rules_for(version)

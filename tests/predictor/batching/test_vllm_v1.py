@@ -106,8 +106,8 @@ def test_the_lowest_ranked_request_is_preempted_even_for_itself() -> None:
 def test_after_a_request_that_preempts_itself_the_others_go_on_since_0_33(version: str, goes_on: bool) -> None:
     """Until 0.32 it ended the step, which others could have used."""
     load = load_of(
-        "vllm_v1", (4, 9), (8, 8),
-        priorities=[1, 0], scheduling_policy="priority", num_gpu_blocks=5, max_num_batched_tokens=12,
+        "vllm_v1", (4, 9), (5, 8),
+        arrivals=[0, 1], priorities=[1, 0], scheduling_policy="priority", num_gpu_blocks=5, max_num_batched_tokens=12,
         enable_prefix_caching=False, vllm_version=version,
     )  # fmt: skip
     (step,) = [step for step in our_steps(load) if step["preempted"] == ["a"]]
