@@ -1,7 +1,7 @@
 """vLLM v1 (0.28 to 0.33): running requests first, then waiting ones, within one token budget; preemption by recompute.
 
-Mirrors `Scheduler.schedule` and `KVCacheManager.allocate_slots` for text requests without speculation; `vllm_versions` says
-where versions differ.
+Mirrors `Scheduler.schedule` and `KVCacheManager.allocate_slots` for text requests without speculation; where versions
+differ, `vllm_versions` says how.
 """
 
 from __future__ import annotations
