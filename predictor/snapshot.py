@@ -10,7 +10,7 @@ from predictor.config import EngineConfig, require_count
 from predictor.request import RequestFacts
 
 # 2: requests carry service level, weight, tenant, session and model; 3: what a local scheduler remembers; 4: legs
-VERSION = 4
+VERSION = 5
 OLDEST_VERSION = 1  # that `simulator.codec` still reads
 STAGES = ("", "to_fetch", "fetching", "fetched", "failed", "held")
 STRICT = {"extra": "forbid", "strict": True, "allow_inf_nan": False}

@@ -11,6 +11,7 @@ from predictor.compiled import kernel, small_kernel
 from predictor.config import BIDIRECTIONAL, FETCHING_ROLES, HOLDING_ROLES, KV_LAYOUTS, RECOMPUTE, EngineConfig
 from predictor.request import LEGS
 from predictor.step_time import NUM_REGIONS, Costs
+from predictor.vllm_versions import rules_for
 
 NONE = -1  # no request, no block, no time
 
@@ -54,6 +55,11 @@ ENGINE = np.dtype(
         ("chunked_prefill", "i8"),
         ("pipeline_depth", "i8"),
         ("long_prefill_token_threshold", "i8"),
+        ("adaptive_threshold", "i8"),  # it is at least a fair share of a step's tokens
+        # rules in which versions of vLLM differ, see `vllm_versions`
+        ("spares_lone_prefill", "i8"),
+        ("holding_first", "i8"),  # waiting requests that hold blocks are the first ones, `num_holding` of them
+        ("goes_on_after_self_preemption", "i8"),
         ("watermark_blocks", "i8"),
         ("decode_reserve", "i8"),  # blocks that must be free before each decode
         ("reserve_full_isl", "i8"),
@@ -352,6 +358,11 @@ def allocate(
     engine.chunked_prefill = config.enable_chunked_prefill
     engine.pipeline_depth = config.pipeline_depth
     engine.long_prefill_token_threshold = config.long_prefill_token_threshold
+    engine.adaptive_threshold = config.long_prefill_token_threshold_adaptive
+    rules = rules_for(config.vllm_version).rules
+    engine.spares_lone_prefill = rules.spares_lone_prefill
+    engine.holding_first = rules.holding_first or not engine.by_priority
+    engine.goes_on_after_self_preemption = rules.goes_on_after_self_preemption and engine.by_priority
     engine.watermark_blocks = config.watermark_blocks
     engine.reserve_full_isl = config.scheduler_reserve_full_isl
     engine.estimator_factor = config.estimator_factor

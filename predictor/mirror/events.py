@@ -74,8 +74,17 @@ class ModelLengthRead:
     max_model_len: int
 
 
-MirrorEvent = RequestArrived | PromptCounted | TokensReceived | RequestEnded | MetricsScraped | ModelLengthRead
-SETTINGS_EVENTS = (MetricsScraped, ModelLengthRead)  # these may have to be applied before any request
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionRead:
+    """The version of vLLM that the engine runs became known."""
+
+    version: str
+
+
+MirrorEvent = (
+    RequestArrived | PromptCounted | TokensReceived | RequestEnded | MetricsScraped | ModelLengthRead | VersionRead
+)
+SETTINGS_EVENTS = (MetricsScraped, ModelLengthRead, VersionRead)  # these may have to be applied before any request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,6 +27,7 @@ from predictor.mirror.events import (
     RequestShown,
     TokensReceived,
     UnknownRequestsChanged,
+    VersionRead,
 )
 from predictor.mirror.scraped_metrics import ScrapedMetrics
 from predictor.mirror.token_reconciliation import TokenReconciliation
@@ -211,6 +212,10 @@ class EngineMirror:
             case ModelLengthRead():
                 if self._engine_settings.get("max_model_len") != event.max_model_len:
                     self._engine_settings["max_model_len"] = event.max_model_len
+                    self._discard_outdated_models()
+            case VersionRead():
+                if self._engine_settings.get("vllm_version") != event.version:
+                    self._engine_settings["vllm_version"] = event.version
                     self._discard_outdated_models()
             case MetricsScraped():
                 self._apply_metrics(event.metrics, at_s)

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
+from predictor.config import EngineConfig
 from predictor.request import SERVE
 from predictor.suggestions import require_known
 from services.emulator.audio import TranscriptReply
@@ -51,7 +52,7 @@ from services.logs import log_event
 
 log = logging.getLogger(__name__)
 
-VERSION = "0.32.0+block.emulator"
+SURFACE = "0.32.0"  # the version of vLLM whose HTTP surface this is
 EVENTS: Headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
 METRICS: Headers = [(b"content-type", b"text/plain; version=1.0.0")]
 CONNECTION = "block.connection"  # an ASGI extension
@@ -80,6 +81,11 @@ class Faults:
         for name in ("hang", "refuse", "crash"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}: must be true or false, not {getattr(self, name)!r}")
+
+
+def version_of(config: EngineConfig) -> str:
+    """Return the version that an emulated engine reports: that of its scheduler's rules."""
+    return f"{(config.vllm_version or SURFACE).partition('+')[0]}+block.emulator"
 
 
 FAULT_NAMES = tuple(spec.name for spec in fields(Faults))
@@ -282,7 +288,7 @@ class Emulator(Application):
         await call.reply(200 if is_healthy else 503, [], b"")
 
     async def _version(self, call: Call) -> None:
-        await call.reply(200, JSON, _json({"version": VERSION}))
+        await call.reply(200, JSON, _json({"version": version_of(self.driver.engine.config)}))
 
     async def _load(self, call: Call) -> None:
         await call.reply(200, JSON, _json({"server_load": self.driver.num_jobs}))

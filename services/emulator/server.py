@@ -16,7 +16,7 @@ from predictor.engine import Engine
 from predictor.profile import Profile
 from predictor.request import DECODE, PREFILL, RequestFacts
 from services.emulator.answers import AnswerLengths
-from services.emulator.app import VERSION, ConnectionProtocol, Emulator
+from services.emulator.app import ConnectionProtocol, Emulator, version_of
 from services.emulator.clock import EngineClock, Pace
 from services.emulator.driver import Driver
 from services.emulator.exporter import ContentHashes, EngineStateExporter
@@ -75,7 +75,7 @@ async def serving(
             host = settings.kv_side_channel_host
             side = sockets.enter_context(listening(host, settings.kv_side_channel_port, "kv_side_channel_port"))
             address = {"host": host, "port": side.getsockname()[1]}
-            connector = EmulatedConnector(config, settings.model, VERSION, **address)
+            connector = EmulatedConnector(config, settings.model, version_of(config), **address)
         app = application(settings, config, profile, connector)
         driving = asyncio.create_task(app.driver.run())
         try:
@@ -114,7 +114,7 @@ def application(
         model=settings.model, max_model_len=config.max_model_len, lengths=lengths, has_connector=connector is not None
     )
     metrics = EngineMetrics(max_model_len=config.max_model_len, speed=settings.speed)
-    about = {"model": settings.model, "profile": profile.name, "source": f"vllm {VERSION}"}
+    about = {"model": settings.model, "profile": profile.name, "source": f"vllm {version_of(config)}"}
 
     def exporter(contents: ContentHashes | None) -> EngineStateExporter:
         exported = contents if settings.export_contents else None

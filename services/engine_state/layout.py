@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 MAGIC = b"BLKSTATE"
-VERSION = 4
+VERSION = 5
 
 ID_BYTES = 120
 NAME_BYTES = 64  # of a tenant or a session

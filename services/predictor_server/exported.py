@@ -23,6 +23,7 @@ from predictor.request import RequestFacts
 from predictor.reserved_requests import ReportedLengths, ReservedRequests
 from predictor.snapshot import Snapshot
 from predictor.step_time import region_of
+from predictor.vllm_versions import rules_for
 from protos.block.v1 import common_pb2
 from services.engine_state.identity import client_id
 from services.engine_state.layout import REASONS
@@ -232,6 +233,11 @@ class ExportedEngine:
         self._transit = profile.transit
         if view.life != self._life:
             log_event(log, logging.INFO, "engine found", source=view.settings.get("source"), profile=profile.name)
+            if not (rules := rules_for(config.vllm_version)).is_exact:
+                log_event(
+                    log, logging.WARNING, "engine's version is not known: the nearest rules are used",
+                    version=config.vllm_version, rules=rules.name,
+                )  # fmt: skip
             self._life = view.life
             self._num_steps = self._num_outcomes = 0
             self._correction = RegionCorrection()

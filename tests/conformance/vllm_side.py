@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,14 @@ PLUGIN_SCRIPT = Path(__file__).with_name("plugin_trace.py")
 def interpreter() -> Path:
     """Return the Python interpreter that has vLLM; it may not exist."""
     return Path(os.environ.get("BLOCK_VLLM_PYTHON", ROOT / ".venv-vllm" / "bin" / "python"))
+
+
+@cache
+def version() -> str:
+    """Return the version of vLLM that it has."""
+    code = "from vllm.version import __version__; print(__version__)"
+    run = subprocess.run([interpreter(), "-I", "-c", code], capture_output=True, text=True, check=True)
+    return run.stdout.split()[-1]
 
 
 def traces(workloads: Iterable[dict[str, Any]]) -> list[str]:
