@@ -20,6 +20,7 @@ from services.emulator.app import ConnectionProtocol, Emulator, version_of
 from services.emulator.clock import EngineClock, Pace
 from services.emulator.driver import Driver
 from services.emulator.exporter import ContentHashes, EngineStateExporter
+from services.emulator.grammars import GrammarCompiler
 from services.emulator.kv_transfers import EmulatedConnector
 from services.emulator.metrics import EngineMetrics, Exposition
 from services.emulator.openai import Served
@@ -111,7 +112,11 @@ def application(
         median_tokens=settings.output_median, spread=settings.output_spread, seed=settings.output_seed
     )
     served = Served(
-        model=settings.model, max_model_len=config.max_model_len, lengths=lengths, has_connector=connector is not None
+        model=settings.model,
+        max_model_len=config.max_model_len,
+        lengths=lengths,
+        has_connector=connector is not None,
+        max_num_requests=settings.max_num_queued_reqs,
     )
     metrics = EngineMetrics(max_model_len=config.max_model_len, speed=settings.speed)
     about = {"model": settings.model, "profile": profile.name, "source": f"vllm {version_of(config)}"}
@@ -133,7 +138,8 @@ def application(
         exporter_with=exporter if settings.state_file else None,
     )
     exposition = Exposition(metrics, engine.config, settings.model, connector.counts if connector else None)
-    return Emulator(driver, served, exposition, max_body_bytes=settings.max_body_bytes)
+    grammars = GrammarCompiler(settings.grammar_compile_s / clock.speed)
+    return Emulator(driver, served, exposition, max_body_bytes=settings.max_body_bytes, grammars=grammars)
 
 
 def warm(config: EngineConfig, profile: Profile) -> None:
