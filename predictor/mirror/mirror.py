@@ -37,6 +37,7 @@ from predictor.profile_check import require_possible
 from predictor.request import DECODE, SERVE, RequestFacts
 from predictor.reserved_requests import Length, ReportedLengths, ReservedRequests
 from predictor.snapshot import Snapshot
+from predictor.speculation import AcceptanceLearner, approximations_of
 
 MAX_EVENTS = 1 << 20  # that wait for the next view
 SKEW_S = 0.01  # between the tokens and the metrics of a moment: they come by different connections
@@ -75,6 +76,7 @@ class EngineModels:
     forecaster: Forecaster
     unknown: UnknownRequests
     reconciliation: TokenReconciliation
+    drafts: AcceptanceLearner
 
 
 @dataclass(slots=True, kw_only=True)
@@ -150,6 +152,7 @@ class EngineMirror:
             serial=self._serial,
             transit=replace(self._options.profile.transit, outward_s=0.0),  # a step ends when its tokens are received
             counters=self._counter_values(models),
+            approximations=approximations_of(models.config.speculative_method, models.drafts.expected),
         )
         return self._view
 
@@ -282,6 +285,9 @@ class EngineMirror:
             self._last_progress_s = at_s
         now_s = self._engine_s(at_s)
         models.tracker.advance(now_s)
+        if metrics.drafts is not None and models.drafts.observe(metrics.drafts):
+            models.tracker.engine.expect_drafts(models.drafts.expected)
+            models.twin.engine.expect_drafts(models.drafts.expected)
         models.reconciliation.reconcile(metrics, now_s)
         self._correct_requests(models, metrics, now_s)
         self._counters.update(
@@ -358,6 +364,7 @@ class EngineMirror:
             forecaster=Forecaster(twin.engine),
             unknown=UnknownRequests(tracker),
             reconciliation=TokenReconciliation(tracker, SKEW_S * options.speed),
+            drafts=AcceptanceLearner(config.configured_drafts),
         )
         self._view = None
         self._in_flight.clear()

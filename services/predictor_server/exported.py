@@ -22,6 +22,7 @@ from predictor.profile_check import StepCheck, require_possible
 from predictor.request import RequestFacts
 from predictor.reserved_requests import ReportedLengths, ReservedRequests
 from predictor.snapshot import Snapshot
+from predictor.speculation import NO_DRAFTS, AcceptanceLearner, DraftTotals, approximations_of
 from predictor.step_time import region_of
 from protos.block.v1 import common_pb2
 from services.engine_state.identity import client_id
@@ -106,6 +107,7 @@ class ExportedEngine:
         self._transfers = Correction(rule=OF_TRANSFERS)
         self._num_fetched = 0
         self._counters = EngineCounters()
+        self._drafts = AcceptanceLearner(NO_DRAFTS)
         self._num_steps = self._num_outcomes = 0  # that have been read
         self._read_s = 0.0
         self._reserved = ReservedRequests()
@@ -199,6 +201,7 @@ class ExportedEngine:
         self._note_arrivals(followed)
         self._correct_pace(followed)
         self._correct_transfers(followed)
+        self._learn_acceptance(followed)
         followed.replica.update(
             reported_state(
                 view,
@@ -220,6 +223,9 @@ class ExportedEngine:
             serial=0,
             transit=self._transit,
             counters=self._counters.values(view.clock_rate) | {"pace": self._correction.every.factor},
+            approximations=approximations_of(
+                followed.replica.engine.config.speculative_method, followed.replica.engine.expected_drafts
+            ),
         )
         return followed
 
@@ -238,6 +244,7 @@ class ExportedEngine:
             self._transfers, self._num_fetched = Correction(rule=OF_TRANSFERS), 0
             self._check = StepCheck(profile) if self._profile is not None else None
             self._counters = EngineCounters()
+            self._drafts = AcceptanceLearner(config.configured_drafts)
         replica = EngineReplica(
             config,
             profile.step_time,
@@ -328,6 +335,19 @@ class ExportedEngine:
                         real_s=float(live["fetch_ended_s"] - live["fetch_started_s"]),
                     )
         followed.replica.engine.set_transfer_pace(self._transfers.factor)
+
+    def _learn_acceptance(self, followed: FollowedEngine) -> None:
+        """Learn how many draft tokens the engine proposes and accepts."""
+        engine, state = followed.replica.engine, followed.view.state
+        if engine.config.speculative_method:
+            totals = DraftTotals(
+                num_drafts=int(state["num_drafts"]),
+                num_draft_tokens=int(state["num_draft_tokens"]),
+                num_chances=int(state["num_draft_chances"]),
+                accepted=tuple(state["num_accepted"].tolist()[: engine.config.num_speculative_tokens]),
+            )
+            if self._drafts.observe(totals) or engine.expected_drafts is not self._drafts.expected:
+                engine.expect_drafts(self._drafts.expected)
 
     def _forget_pace(self, followed: FollowedEngine, view: EngineView) -> None:
         """Return to the profile's pace: an engine that was slow gets no requests to show that it has recovered."""
