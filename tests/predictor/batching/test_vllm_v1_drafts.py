@@ -91,9 +91,9 @@ def test_drafters_with_a_cache_need_blocks_ahead() -> None:
 
 
 def test_the_last_block_of_a_hit_is_computed_again_for_its_hidden_states() -> None:
-    """EAGLE drops the last block that is hit."""
+    """EAGLE drops the last block that is hit; a request that needs one token is filled up with draft tokens."""
     requests: dict[str, Any] = {"hashes": [[1, 2], [1, 2]], "arrivals": [0, 1]}
-    assert scheduled(load_of("vllm_v1", (9, 2), (9, 2), **NGRAM, **requests))[1]["b"] == 1
+    assert scheduled(load_of("vllm_v1", (9, 2), (9, 2), **NGRAM, **requests))[1]["b"] == 4
     eagle = {**NGRAM, "speculative_method": "eagle"}
     assert scheduled(load_of("vllm_v1", (9, 2), (9, 2), **eagle, **requests))[1]["b"] == 5
 
