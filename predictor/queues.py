@@ -134,7 +134,7 @@ def preempt(state: State, position: int) -> int:
     else:
         step.num_swapped += request.computed_tokens - in_host_memory
     request.stale_tokens = request.in_flight_tokens
-    request.placeholders = 0
+    request.placeholders = request.draft_tokens = 0
     request.num_preemptions += 1
     engine.num_preemptions += 1
     engine.num_setbacks += 1

@@ -25,6 +25,7 @@ from services.emulator.jobs import Job
 from services.emulator.kv_transfers import EmulatedConnector, Fetch
 from services.emulator.metrics import ABORTED, ERROR, EngineMetrics, Gauges
 from services.emulator.openai import CHAT, MESSAGE, ParsedRequest
+from services.emulator.speculation import DraftDraws
 from services.emulator.tokens import content_hashes
 from services.logs import log_event
 
@@ -59,6 +60,7 @@ class Driver:
         *,
         max_num_queued_reqs: int,
         connector: EmulatedConnector | None = None,
+        draws: DraftDraws | None = None,
         exporter_with: Callable[[ContentHashes | None], EngineStateExporter] | None = None,
     ) -> None:
         """Combine the parts; `run` starts the engine."""
@@ -67,6 +69,7 @@ class Driver:
         self.pace = pace
         self.metrics = metrics
         self.connector = connector
+        self.draws = draws  # of an engine with speculative decoding
         self.failure: VllmError | None = None
         self._contents = ContentHashes(engine) if engine.state.engine[0].prefix_caching else None
         self._exporter = exporter_with(self._contents) if exporter_with else None
@@ -256,6 +259,8 @@ class Driver:
             self._follow_transfers(self.connector)
         self._remove_ended()
         if self._exporter is not None and not self.clock.is_held:
+            if self.draws is not None:
+                self._exporter.drafted(self.draws.counts)
             self._exporter.publish()
 
     def _skip_stopped_time(self) -> None:
@@ -286,6 +291,8 @@ class Driver:
 
     def _note_launched(self, number: int) -> None:
         index = (int(self._head["oldest"][0]) + int(self._head["num_in_flight"][0]) - 1) % 2
+        if self.draws is not None:
+            self.draws.draw(self.engine.state, index)
         start_s, end_s, *counts = RECORDED(self._steps[index].item())
         self._under_way.append((end_s, number, start_s, end_s - start_s, *counts))
 
@@ -293,7 +300,8 @@ class Driver:
         now_s = float(self._head["now_s"][0])
         while self._under_way and self._under_way[0][0] <= now_s:
             _, *row = self._under_way.popleft()
-            self.metrics.step(int(row[3]), int(row[4]))
+            # how many draft tokens are output is known when they are delivered
+            self.metrics.step(int(row[3]), int(row[4]) if self.draws is None else 0)
             if self._exporter is not None:
                 self._exporter.stepped(tuple(row))
 
@@ -304,6 +312,8 @@ class Driver:
         if not len(changed):
             return
         now_s = float(self._head["now_s"][0])
+        if self.draws is not None:
+            self.metrics.generated(int((rows["output_tokens"][changed] - seen[changed]).sum()))
         for slot, num_ready in zip(changed.tolist(), rows["output_tokens"][changed].tolist(), strict=True):
             self._jobs[slot].set_ready(num_ready)
         first = changed[seen[changed] == 0]

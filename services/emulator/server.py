@@ -25,6 +25,7 @@ from services.emulator.kv_transfers import EmulatedConnector
 from services.emulator.metrics import EngineMetrics, Exposition
 from services.emulator.openai import Served
 from services.emulator.settings import EmulatorSettings
+from services.emulator.speculation import DraftDraws
 from services.http.server import answering, listening
 from services.logs import log_event
 from services.rpc.server import freeze_imported_objects, stop_signal
@@ -128,6 +129,7 @@ def application(
         except OSError as error:
             raise ValueError(f"state_file: {settings.state_file}: {error.strerror or error}") from None
 
+    draws = DraftDraws(engine.config, settings.seed) if engine.config.speculative_method else None
     driver = Driver(
         engine,
         clock,
@@ -135,9 +137,16 @@ def application(
         metrics,
         max_num_queued_reqs=settings.max_num_queued_reqs,
         connector=connector,
+        draws=draws,
         exporter_with=exporter if settings.state_file else None,
     )
-    exposition = Exposition(metrics, engine.config, settings.model, connector.counts if connector else None)
+    exposition = Exposition(
+        metrics,
+        engine.config,
+        settings.model,
+        connector.counts if connector else None,
+        draws.counts if draws else None,
+    )
     grammars = GrammarCompiler(settings.grammar_compile_s / clock.speed)
     return Emulator(driver, served, exposition, max_body_bytes=settings.max_body_bytes, grammars=grammars)
 

@@ -24,6 +24,7 @@ from predictor.profile_check import StepCheck, require_possible
 from predictor.request_group import Placeable
 from predictor.reserved_requests import ReportedLengths, ReservedRequests
 from predictor.snapshot import Snapshot
+from predictor.speculation import NO_DRAFTS, AcceptanceLearner, DraftTotals, approximations_of
 from predictor.step_time import region_of
 from predictor.vllm_versions import rules_for
 from protos.block.v1 import common_pb2
@@ -109,6 +110,7 @@ class ExportedEngine:
         self._transfers = Correction(rule=OF_TRANSFERS)
         self._num_fetched = 0
         self._counters = EngineCounters()
+        self._drafts = AcceptanceLearner(NO_DRAFTS)
         self._num_steps = self._num_outcomes = 0  # that have been read
         self._read_s = 0.0
         self._reserved = ReservedRequests()
@@ -202,6 +204,7 @@ class ExportedEngine:
         self._note_arrivals(followed)
         self._correct_pace(followed)
         self._correct_transfers(followed)
+        self._learn_acceptance(followed)
         followed.replica.update(
             reported_state(
                 view,
@@ -247,6 +250,7 @@ class ExportedEngine:
             self._transfers, self._num_fetched = Correction(rule=OF_TRANSFERS), 0
             self._check = StepCheck(profile) if self._profile is not None else None
             self._counters = EngineCounters()
+            self._drafts = AcceptanceLearner(config.configured_drafts)
         replica = EngineReplica(
             config,
             profile.step_time,
@@ -340,6 +344,19 @@ class ExportedEngine:
                     )
         followed.replica.engine.set_transfer_pace(self._transfers.factor)
 
+    def _learn_acceptance(self, followed: FollowedEngine) -> None:
+        """Learn how many draft tokens the engine proposes and accepts."""
+        engine, state = followed.replica.engine, followed.view.state
+        if engine.config.speculative_method:
+            totals = DraftTotals(
+                num_drafts=int(state["num_drafts"]),
+                num_draft_tokens=int(state["num_draft_tokens"]),
+                num_chances=int(state["num_draft_chances"]),
+                accepted=tuple(state["num_accepted"].tolist()[: engine.config.num_speculative_tokens]),
+            )
+            if self._drafts.observe(totals) or engine.expected_drafts is not self._drafts.expected:
+                engine.expect_drafts(self._drafts.expected)
+
     def _forget_pace(self, followed: FollowedEngine, view: EngineView) -> None:
         """Return to the profile's pace: an engine that was slow gets no requests to show that it has recovered."""
         self._correction = RegionCorrection()
@@ -381,7 +398,9 @@ def alone_on_the_link(live: np.ndarray, slots: np.ndarray) -> list[int]:
 
 def _approximations(engine: Engine) -> tuple[str, ...]:
     """Return what all forecasts of an engine approximate: without the contents of its blocks, hits are unknown."""
-    return (UNKNOWN_PREFIXES,) if engine.config.enable_prefix_caching and not engine.tracks_blocks else ()
+    knows_hits = engine.tracks_blocks or not engine.config.enable_prefix_caching
+    drafts = approximations_of(engine.config.speculative_method, engine.expected_drafts)
+    return (*drafts, *(() if knows_hits else (UNKNOWN_PREFIXES,)))
 
 
 def _engine_id(row: np.void) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("vllm_trace.py")
+SPEC_SCRIPT = Path(__file__).with_name("spec_trace.py")
 LEGS_SCRIPT = Path(__file__).with_name("legs_trace.py")
 SAMPLING_SCRIPT = Path(__file__).with_name("sampling_trace.py")
 PLUGIN_SCRIPT = Path(__file__).with_name("plugin_trace.py")
@@ -33,6 +34,11 @@ def version() -> str:
 def traces(workloads: Iterable[dict[str, Any]]) -> list[str]:
     """Trace the workloads in one process; the traces stay JSON, because together they are large."""
     return _answers(workloads, SCRIPT)
+
+
+def spec_traces(workloads: Iterable[dict[str, Any]]) -> list[str]:
+    """Trace workloads of engines with speculative decoding."""
+    return _answers(workloads, SPEC_SCRIPT)
 
 
 def leg_traces(workloads: Iterable[dict[str, Any]]) -> list[str]:

@@ -13,6 +13,7 @@ import numpy as np
 
 from . import layout
 from .blocks import BlockContents
+from .drafts import count_drafts
 from .identity import short_hash
 from .scheduler_names import names_for
 from .settings import require_supported, settings_of
@@ -49,11 +50,11 @@ class ExportedRequest:
 
 @dataclass(slots=True)
 class StepInFlight:
-    """A step in flight: the tokens of each request, whether it samples, and the sums that its duration depends on."""
+    """A step in flight: of each request whether it samples, its draft tokens, its tokens; and the step's sums."""
 
     output: Any
     start_s: float
-    entries: list[tuple[ExportedRequest, int, int]]
+    entries: list[tuple[ExportedRequest, int, int, int]]
     sums: tuple[float, ...]
 
 
@@ -113,11 +114,13 @@ class Exporter:
         """Publish the state after a step was planned."""
         self._update_slots()
         entries, sums = [], [0, 0, 0, 0, 0, 0, 0, 0]
+        drafted = output.scheduled_spec_decode_tokens
         for name, tokens in output.num_scheduled_tokens.items():
             entry = self._exported[name]
             sampled = 0 if entry.request.is_prefill_chunk else 1
-            entries.append((entry, sampled, tokens))
-            _add(sums, tokens, sampled, entry.request.num_computed_tokens - tokens)
+            drafts = len(drafted[name]) if name in drafted else 0
+            entries.append((entry, sampled, drafts, tokens))
+            _add(sums, tokens, sampled, drafts, entry.request.num_computed_tokens - tokens)
         if entries:
             self._num_planned += 1
             start_s = max(start_s, self._last_end_s) if not self._busy else self._last_end_s
@@ -141,7 +144,9 @@ class Exporter:
             self._last_end_s = now_s
             done = int(self._writer.state["num_steps"][0])
             self._writer.add_step((done, start_s, now_s - start_s, *step.sums))
-            for entry, sampled, _ in step.entries:
+            if self._scheduler.num_spec_tokens:
+                count_drafts(self._writer.state, step.entries, output, results)
+            for entry, sampled, *_ in step.entries:
                 if sampled and entry.first_token_s < 0 and entry.request.num_output_tokens > 0:
                     entry.first_token_s = now_s
                     state = self._writer.state
@@ -249,8 +254,8 @@ class Exporter:
             reason=REASON_OF.get(request.status.name, "error"),
         )
 
-    def _note_admissions(self, entries: Iterable[tuple[ExportedRequest, int, int]], start_s: float) -> None:
-        for entry, _, tokens in entries:
+    def _note_admissions(self, entries: Iterable[tuple[ExportedRequest, int, int, int]], start_s: float) -> None:
+        for entry, *_, tokens in entries:
             if entry.runs:
                 continue
             entry.runs = True
@@ -303,7 +308,7 @@ class Exporter:
         state["num_in_flight"] = len(self._steps)
         for ahead, step in enumerate(self._steps):
             state["start_s"][0, ahead] = step.start_s
-            rows = [(entry.slot, sampled, tokens) for entry, sampled, tokens in step.entries if self._is_live(entry)]
+            rows = [(entry.slot, *part) for entry, *part in step.entries if self._is_live(entry)]
             state["num_scheduled"][0, ahead] = len(rows)
             batch[ahead, : len(rows)] = np.frombuffer(
                 b"".join(starmap(layout.SCHEDULED_ROW.pack, rows)), layout.SCHEDULED
@@ -379,8 +384,9 @@ class Exporter:
         return (
             entry.serial, request.num_output_tokens, request.num_computed_tokens, request.num_output_placeholders,
             request.num_in_flight_tokens, request.num_stale_output_tokens, len(held), full, entry.num_hashes,
-            request.num_preemptions, entry.hit_tokens, entry.prefill_tokens, entry.stage, entry.scheduled_s,
-            entry.first_token_s, entry.fetch_started_s, entry.fetch_ended_s, entry.held_until_s,
+            request.num_preemptions, entry.hit_tokens, entry.prefill_tokens, entry.stage,
+            len(request.spec_token_ids), 0, entry.scheduled_s, entry.first_token_s, entry.fetch_started_s,
+            entry.fetch_ended_s, entry.held_until_s,
         )  # fmt: skip
 
     def _put_blocks(self, entry: ExportedRequest, held: Any) -> None:
@@ -395,14 +401,14 @@ class Exporter:
             entry.num_tabled = len(held)
 
 
-def _add(sums: list[int], tokens: int, sampled: int, before: int) -> None:
+def _add(sums: list[int], tokens: int, sampled: int, drafts: int, before: int) -> None:
     """Count one request's part in a step: in the order of `layout.STEP`, from `num_tokens` on."""
     sums[0] += tokens
     sums[1] += sampled
-    if tokens == 1:
+    if tokens == 1 + drafts:
         sums[2] += 1
-        sums[4] += before + 1
-        sums[5] = max(sums[5], before + 1)
+        sums[4] += before + tokens
+        sums[5] = max(sums[5], before + tokens)
     else:
         sums[3] += 1
         sums[6] += tokens * tokens

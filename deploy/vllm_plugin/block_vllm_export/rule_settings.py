@@ -103,6 +103,7 @@ def require_carried_out(scheduler: Any) -> None:
         "KV connectors": scheduler.connector is not None,
         "encoder connectors": scheduler.ec_connector is not None,
         "LoRA": bool(scheduler.lora_config),
+        "speculative decoding": bool(scheduler.num_spec_tokens),
         "encoder-decoder models": scheduler.is_encoder_decoder,
         "pipeline parallelism": config.parallel_config.pipeline_parallel_size > 1,
         "decode context parallelism": scheduler.dcp_world_size > 1,

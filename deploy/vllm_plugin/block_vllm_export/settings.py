@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from .drafts import speculation_settings, unsupported_speculation
 from .layout import MAX_STEPS_IN_FLIGHT
 from .scheduler_names import names_for
 from .vllm_version import chosen_rules, known_version, running_version
@@ -30,8 +31,8 @@ def require_supported(scheduler: Any) -> None:
     config = scheduler.vllm_config
     if scheduler.num_sampled_tokens_per_step != 1:
         raise UnsupportedError("pooling and diffusion models are not supported")
-    if scheduler.num_spec_tokens:
-        raise UnsupportedError("speculative decoding is not supported")
+    if unsupported := unsupported_speculation(scheduler):
+        raise UnsupportedError(f"{unsupported} is not supported")
     if config.max_concurrent_batches > MAX_STEPS_IN_FLIGHT:
         raise UnsupportedError(f"{config.max_concurrent_batches} steps in flight are not supported")
 
@@ -69,6 +70,7 @@ def engine_settings(scheduler: Any) -> dict[str, Any]:
         "watermark": float(rules.watermark),
         "scheduler_reserve_full_isl": bool(rules.scheduler_reserve_full_isl),
         **transfer_settings(scheduler),
+        **speculation_settings(scheduler),
     }
 
 

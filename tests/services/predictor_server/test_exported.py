@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from predictor.forecast import Forecaster
-from predictor.lengths import Tag
+from predictor.lengths import DEFAULT_RESIDUAL, Tag
 from predictor.request import RequestFacts
 from predictor.snapshot import VERSION
 from predictor.snapshot_conversion import engine_from
@@ -20,6 +20,7 @@ from protos.block.v1 import common_pb2, predictor_pb2
 from services.engine_state.reader import Reader
 from services.engine_state.snapshot import snapshot_from_view
 from services.engine_state.writer import Writer
+from services.predictor_server.exported import ExportedEngine
 from simulator.codec import snapshot_from
 from tests.services.engine_state.files import CONFIG, VTC, busy, counting, writer_at
 from tests.services.predictor_server.running_sidecars import (
@@ -75,6 +76,35 @@ def test_forecasts_equal_those_from_the_snapshot(tmp_path: Path) -> None:
 
     run(test())
     writer.close()
+
+
+def test_the_acceptance_of_draft_tokens_is_learnt_from_the_counters(tmp_path: Path) -> None:
+    """Forecasts expect what the engine has accepted so far, and say so; an engine that restarts is learnt again."""
+    config = replace(CONFIG, speculative_method="ngram", num_speculative_tokens=3)
+    writer = busy(writer_at(tmp_path / "state", config))
+    source = ExportedEngine(str(tmp_path / "state"), A30, DEFAULT_RESIDUAL, 60.0)
+    candidate = RequestFacts(request_id="r", prompt_tokens=20, output_tokens=60, max_tokens=60)
+    view = source.refresh()
+    (before,) = view.forecaster.forecast([candidate], view.now_s)
+    assert view.approximations == ("speculation (ngram): acceptance 0.39 as configured, no drafts seen",)
+    state = writer.state
+    state["num_drafts"], state["num_draft_tokens"], state["num_draft_chances"] = 10_000, 30_000, 20_000
+    state["num_accepted"][0, :3] = (1_000, 100, 10)
+    writer.publish()
+    view = source.refresh()
+    (after,) = view.forecaster.forecast([candidate], view.now_s)
+    expected = view.engine.expected_drafts
+    assert expected.accepted == pytest.approx((0, 0.1, 0.11, 0.111), abs=0.005)
+    assert (expected.proposal_share, expected.proposed_tokens) == (pytest.approx(0.5, abs=0.01), 3)
+    assert view.approximations == (
+        "speculation (ngram): acceptance 0.04 learnt from 10,000 drafts, proposed in 0.50 of steps",
+    )
+    assert after.e2e_s > 1.5 * before.e2e_s
+    writer.close()
+    busy(again := writer_at(tmp_path / "state", config))
+    assert source.refresh().approximations[0].endswith("no drafts seen")
+    again.close()
+    source.close()
 
 
 def test_lengths_come_from_reservations_and_then_from_the_requests(tmp_path: Path) -> None:
