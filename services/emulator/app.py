@@ -37,12 +37,15 @@ from services.emulator.openai import (
     request_from,
 )
 from services.emulator.other_apis import OtherApis
+from services.emulator.rank_metrics import RankExposition
+from services.emulator.ranks import RankDrivers
 from services.emulator.replies import CompletionReply, ReplyWriter
 from services.emulator.responses import ResponsesReply, ResponseStore
 from services.emulator.side_channel import TransferError
 from services.emulator.transfer_params import RemoteBlocks
 from services.http.application import JSON, Application, Call, Endpoint, while_client_stays
 from services.http.client import Headers
+from services.http.data_parallel import rank_in
 from services.http.endpoints import errors_of
 from services.http.error_shape import ErrorShape
 from services.http.guarded_protocol import GuardedProtocol
@@ -119,7 +122,7 @@ class Emulator(Application):
     error = VllmError
     name = "engine"
 
-    def __init__(self, driver: Driver, served: Served, exposition: Exposition, *, max_body_bytes: int) -> None:
+    def __init__(self, driver: Driver | RankDrivers, served: Served, exposition: Exposition | RankExposition, *, max_body_bytes: int) -> None:
         """Serve the engine of a driver."""
         super().__init__(limits=LIMITS)
         self.driver = driver
@@ -177,6 +180,7 @@ class Emulator(Application):
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in call.headers}
         try:
             request = request_from(kind, data, headers, call.request_id, self.served)
+            request = replace(request, data_parallel_rank=rank_in(call.headers))
             self.driver.require_room(request)
         except VllmError:
             self._free_remote(remote_blocks_in(data))
@@ -288,7 +292,7 @@ class Emulator(Application):
         await call.reply(200, JSON, _json({"server_load": self.driver.num_jobs}))
 
     async def _metrics(self, call: Call) -> None:
-        await call.reply(200, METRICS, self._exposition.text(self.driver.gauges()))
+        await call.reply(200, METRICS, self._exposition.text())
 
     async def _show_faults(self, call: Call) -> None:
         _require_local(call)
@@ -301,7 +305,7 @@ class Emulator(Application):
         except ValueError as error:
             raise bad_value(str(error)) from None
         log_event(log, logging.WARNING, "faults set", **asdict(self._faults))
-        self.driver.pace.slow = self._faults.slow
+        self.driver.slow(self._faults.slow)
         self.driver.hang(hangs=self._faults.hang)
         await call.reply(200, JSON, _json(asdict(self._faults)))
         if self._faults.crash:

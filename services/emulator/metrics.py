@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -182,21 +182,27 @@ class Exposition(Collector):
     """Writes an engine's metrics as vLLM does."""
 
     def __init__(
-        self, metrics: EngineMetrics, config: EngineConfig, model: str, transfers: TransferCounts | None
+        self,
+        metrics: EngineMetrics,
+        config: EngineConfig,
+        model: str,
+        transfers: TransferCounts | None,
+        *,
+        gauges: Callable[[], Gauges],
+        rank: int = 0,
     ) -> None:
-        """Label everything with the model; `transfers` are those of an engine with a KV connector."""
+        """Label everything with the model and the rank; `transfers` are those of an engine with a KV connector."""
         self._metrics = metrics
         self._config = config
         self._transfers = transfers
-        self._labels = {"engine": "0", "model_name": model}
+        self._labels = {"engine": str(rank), "model_name": model}
         self._started_s = time.time()
-        self._gauges: Gauges | None = None
+        self._gauges = gauges
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
 
-    def text(self, gauges: Gauges) -> bytes:
+    def text(self) -> bytes:
         """Return the present values in Prometheus' text format."""
-        self._gauges = gauges
         return generate_latest(self._registry)
 
     def describe(self) -> list[Metric]:
@@ -205,9 +211,7 @@ class Exposition(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics."""
-        gauges, metrics = self._gauges, self._metrics
-        if gauges is None:
-            return
+        gauges, metrics = self._gauges(), self._metrics
         yield self._gauge("num_requests_running", "Number of requests in model execution batches.", gauges.num_running)
         waiting = "Number of requests waiting to be processed."
         yield self._gauge("num_requests_waiting", waiting, gauges.num_waiting)
@@ -276,7 +280,7 @@ class Exposition(Collector):
             "block_size": config.block_size,
             "cache_dtype": "auto",
             "enable_prefix_caching": config.enable_prefix_caching,
-            "engine": "0",
+            "engine": self._labels["engine"],
             "num_gpu_blocks": config.num_gpu_blocks,
         }
         help_text = "Information of the LLMEngine CacheConfig"

@@ -103,6 +103,7 @@ class ParsedRequest:
     remote: RemoteBlocks | None = None  # of a decode leg
     engine_name: str = ""  # in the engine, before a number that makes it unique; else by the kind
     extra: Mapping[str, Any] = field(default_factory=dict)  # what the reply repeats of the body
+    data_parallel_rank: int | None = None  # by its header
 
 
 def parsed(data: bytes) -> Any:

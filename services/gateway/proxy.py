@@ -20,6 +20,7 @@ from services.gateway.upstream_attempt import LeftError, RemovedError, UpstreamA
 from services.http.application import Call
 from services.http.client import Headers
 from services.http.continued_request import EarlierPart
+from services.http.data_parallel import with_rank
 from services.http.engine_deaths import EngineDeaths
 from services.http.errors import ApiError, ShedError
 from services.http.kv_transfer import KV_CONNECTORS
@@ -209,7 +210,7 @@ class RequestForwarder:
                 context.engines,
                 destination.origin,
                 target=incoming.target,
-                headers=incoming.spans.headers_below(span, incoming.headers),
+                headers=with_rank(incoming.spans.headers_below(span, incoming.headers), destination.rank),
                 body=incoming.body_for(destination.decision),
                 connector=KV_CONNECTORS[context.settings.kv_connector],
                 within_s=context.settings.first_byte_s,

@@ -18,6 +18,7 @@ from services.draining_requests import REMOVED, Stay
 from services.http.client import Connection, HttpClient, origin_of
 from services.http.continuable import IDS_FIELD
 from services.http.continued_request import BY_TOKEN_IDS, OFF, EarlierPart, continued_request
+from services.http.data_parallel import with_rank
 from services.http.engine_deaths import POISON, EngineDeaths
 from services.http.kv_transfer import KV_CONNECTORS
 from services.http.openai_body import OpenAIRequest
@@ -450,7 +451,9 @@ class Generation:
                 self.client,
                 origin_of(handle.instance.engine_url),
                 target=self._to_send.path,
-                headers=self.spans.traced(self._to_send, span).headers(),
+                headers=with_rank(
+                    self.spans.traced(self._to_send, span).headers(), handle.instance.data_parallel_rank
+                ),
                 body=self._to_send.body_for(handle.instance.models),
                 connector=KV_CONNECTORS[settings.kv_connector],
                 within_s=settings.first_token_s,

@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("vllm_trace.py")
 LEGS_SCRIPT = Path(__file__).with_name("legs_trace.py")
 PLUGIN_SCRIPT = Path(__file__).with_name("plugin_trace.py")
+LOCKSTEP_SCRIPT = Path(__file__).with_name("lockstep_trace.py")
 
 
 def interpreter() -> Path:
@@ -28,6 +29,11 @@ def traces(workloads: Iterable[dict[str, Any]]) -> list[str]:
 def leg_traces(workloads: Iterable[dict[str, Any]]) -> list[str]:
     """Trace workloads of engines with a KV connector."""
     return _answers(workloads, LEGS_SCRIPT)
+
+
+def lockstep_traces(workloads: Iterable[dict[str, Any]]) -> list[str]:
+    """Trace workloads of engines with several ranks in lockstep."""
+    return _answers(workloads, LOCKSTEP_SCRIPT)
 
 
 def plugin_traces(workloads: Iterable[dict[str, Any]], installed: Path) -> list[str]:
