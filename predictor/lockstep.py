@@ -1,9 +1,9 @@
 """Data-parallel ranks of a model with experts, which step together.
 
-vLLM 0.32 runs one engine core per rank (`DPEngineCoreProc`). The layers of experts exchange tokens between all ranks in
-every forward pass, so all passes start and end together: a pass takes as long as on its slowest rank, and a rank without
-a batch runs a dummy batch. The ranks run from the first request on until they agree that none of them has any (a
-*wave*); they compare at some steps only, so that idle ranks go on with dummy batches for a while.
+In vLLM 0.32 each rank is an engine core (`DPEngineCoreProc`). The layers of experts exchange tokens between all ranks
+in every forward pass, so all passes start and end together: a pass takes as long as on its slowest rank, and a rank
+without a batch runs a dummy batch. The ranks run from the first request on until they agree that none of them has any
+(a *wave*); they compare at some steps only, so that idle ranks go on with dummy batches for a while.
 
 `LockstepGroup` simulates all ranks together. `predictor.lockstep_forecast` forecasts requests on one of them.
 """
@@ -57,7 +57,9 @@ class LockstepGroup:
         self.now_s = 0.0
         self._depth = depths.pop()
         self._ends: deque[float] = deque()  # of the passes in flight
-        self._busy: deque[tuple[bool, ...]] = deque()  # which ranks have an own step in each of them, maybe an empty one
+        self._busy: deque[tuple[bool, ...]] = (
+            deque()
+        )  # which ranks have an own step in each of them, maybe an empty one
         self._last_end_s = -math.inf
 
     @property

@@ -122,7 +122,14 @@ class Emulator(Application):
     error = VllmError
     name = "engine"
 
-    def __init__(self, driver: Driver | RankDrivers, served: Served, exposition: Exposition | RankExposition, *, max_body_bytes: int) -> None:
+    def __init__(
+        self,
+        driver: Driver | RankDrivers,
+        served: Served,
+        exposition: Exposition | RankExposition,
+        *,
+        max_body_bytes: int,
+    ) -> None:
         """Serve the engine of a driver."""
         super().__init__(limits=LIMITS)
         self.driver = driver

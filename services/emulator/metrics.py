@@ -181,7 +181,7 @@ class EngineMetrics:
 class Exposition(Collector):
     """Writes an engine's metrics as vLLM does."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what it writes
         self,
         metrics: EngineMetrics,
         config: EngineConfig,

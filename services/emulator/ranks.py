@@ -160,7 +160,7 @@ class LockstepDrivers:
                 self._wake_up.clear()
                 self._update()
                 await self._next_event()
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - each request gets it
             for one in self._drivers:
                 one.fail(error)
 

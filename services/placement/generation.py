@@ -451,9 +451,7 @@ class Generation:
                 self.client,
                 origin_of(handle.instance.engine_url),
                 target=self._to_send.path,
-                headers=with_rank(
-                    self.spans.traced(self._to_send, span).headers(), handle.instance.data_parallel_rank
-                ),
+                headers=with_rank(self.spans.traced(self._to_send, span).headers(), handle.instance.data_parallel_rank),
                 body=self._to_send.body_for(handle.instance.models),
                 connector=KV_CONNECTORS[settings.kv_connector],
                 within_s=settings.first_token_s,

@@ -21,6 +21,9 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parent)]
 
+from vllm.config import ParallelConfig  # noqa: E402
+from vllm.v1.engine import EngineCoreRequestType  # noqa: E402
+from vllm.v1.engine import core as engine_core  # noqa: E402
 from vllm_trace import (  # noqa: E402
     EOS,
     ModelRunnerOutput,
@@ -34,9 +37,6 @@ from vllm_trace import (  # noqa: E402
     init_none_hash,
     sha256,
 )
-from vllm.config import ParallelConfig  # noqa: E402
-from vllm.v1.engine import EngineCoreRequestType  # noqa: E402
-from vllm.v1.engine import core as engine_core  # noqa: E402
 
 PATIENCE_S = 60.0  # of real time; ranks that wait for longer wait for each other
 
@@ -271,9 +271,9 @@ class Rank:
         """Run the busy loop until all requests have ended."""
         try:
             self.core.run_busy_loop()
-        except SystemExit:
+        except SystemExit:  # the way in which a busy loop ends
             pass
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - the main thread reports it
             self.failure = error
             os.write(2, f"rank {self.number}: {error!r}\n".encode())
 
@@ -296,9 +296,7 @@ class Rank:
             }
         )
         self.group.coverage["dummy" if scheduled is None else "steps"] += 1
-        return self.group.join(
-            self.number, number, self.now_s, seconds["constant_s"] + seconds["token_s"] * num_tokens
-        )
+        return self.group.join(self.number, number, self.now_s, seconds["constant_s"] + seconds["token_s"] * num_tokens)
 
     def wait_for_earlier(self) -> None:
         """Wait until the workers take another pass: with two steps in flight, when the one before the last ends."""

@@ -108,7 +108,9 @@ def test_ranks_step_as_those_of_vllm(traced: list[tuple[dict[str, Any], str]]) -
         if found is not None:
             differences.append(found)
     if differences:
-        pytest.fail(f"{len(differences)} of {len(traced)} workloads differ; the first:\n{differences[0]}", pytrace=False)
+        pytest.fail(
+            f"{len(differences)} of {len(traced)} workloads differ; the first:\n{differences[0]}", pytrace=False
+        )
     if len(traced) >= DEFAULT_RUNS:
         assert min(reached["dummy"], reached["steps"]) > 1000
         assert reached["waves"] > 2 * len(traced)

@@ -63,7 +63,7 @@ def test_idle_ranks_run_dummy_batches_until_the_ranks_compare() -> None:
 
 
 def test_early_versions_do_not_compare_after_the_first_step() -> None:
-    """vLLM 0.28 and 0.29 compare at every 32nd step only."""
+    """Those of vLLM 0.28 and 0.29 compare at every 32nd step only."""
     group = group_of(2, sync_interval=32, syncs_first_step=False)
     group.engines[0].add(request("one"))
     numbers = []
