@@ -187,12 +187,19 @@ class Emulator(Application):
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in call.headers}
         try:
             request = request_from(kind, data, headers, call.request_id, self.served)
-            request = replace(request, data_parallel_rank=rank_in(call.headers))
+            request = replace(request, data_parallel_rank=self._rank_in(call))
             self.driver.require_room(request)
         except VllmError:
             self._free_remote(remote_blocks_in(data))
             raise
         await self.serve(call, request)
+
+    def _rank_in(self, call: Call) -> int | None:
+        """Read the data-parallel rank that a request names; the check is vLLM's."""
+        rank = rank_in(call.headers)
+        if rank is not None and not 0 <= rank < self.driver.num_ranks:
+            raise bad_value(f"data_parallel_rank {rank} is out of range [0, {self.driver.num_ranks}).")
+        return rank
 
     def require_serving(self) -> None:
         """Refuse a request while the fault `refuse` is set."""

@@ -109,8 +109,6 @@ class Driver:
 
     def require_room(self, request: ParsedRequest) -> None:
         """Refuse a request that the engine cannot take now."""
-        if request.data_parallel_rank:
-            raise bad_value(f"data_parallel_rank {request.data_parallel_rank} is out of range [0, 1).")
         if self.failure is not None:
             raise self.failure
         if self.num_jobs >= self._max_jobs:

@@ -17,7 +17,7 @@ from predictor.data_parallel import LockstepRules
 from predictor.lockstep import LockstepGroup
 from services.emulator.clock import EngineClock
 from services.emulator.driver import Driver
-from services.emulator.errors import VllmError, bad_value
+from services.emulator.errors import VllmError
 from services.emulator.jobs import Job
 from services.emulator.kv_transfers import Fetch
 from services.emulator.openai import ParsedRequest
@@ -78,14 +78,14 @@ class RankDrivers:
         rank = request.data_parallel_rank
         if rank is None:
             rank = min(range(self.num_ranks), key=lambda one: self.drivers[one].num_jobs)
-        self.drivers[self._checked(rank)].require_room(request)
+        self.drivers[rank].require_room(request)
 
     def submit(self, request: ParsedRequest, fetch: Fetch | None = None) -> Job:
         """Add a request to its rank now; VllmError where it cannot be served."""
         if self.failure is not None:
             raise self.failure
         rank = request.data_parallel_rank
-        driver = self.drivers[self._balanced() if rank is None else self._checked(rank)]
+        driver = self.drivers[self._balanced() if rank is None else rank]
         job = driver.submit(request, fetch)
         self._driver_of[job] = driver
         return job
@@ -119,11 +119,6 @@ class RankDrivers:
         """Remove the state files."""
         for one in self.drivers:
             one.close()
-
-    def _checked(self, rank: int) -> int:
-        if not 0 <= rank < self.num_ranks:
-            raise bad_value(f"data_parallel_rank {rank} is out of range [0, {self.num_ranks}).")
-        return rank
 
     def _balanced(self) -> int:
         """Return the rank that vLLM's own balancing would choose."""

@@ -129,6 +129,7 @@ class InputQueue(queue.Queue):  # type: ignore[type-arg]
         self.rank = rank
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        """Return the next item; a rank that would block has nothing to do until it comes."""
         if block and self.empty():
             self.rank.group.wait_for_requests(self.rank.number)
         item = super().get(block, PATIENCE_S if block else timeout)
@@ -145,6 +146,7 @@ class Coordinator(queue.Queue):  # type: ignore[type-arg]
         self.rank = rank
 
     def put_nowait(self, item: Any) -> None:
+        """Read what the core says of waves."""
         client, outputs = item
         group = self.rank.group
         if client != -1:
@@ -171,6 +173,7 @@ class Executor:
 
     def execute_model(self, output: SchedulerOutput, non_block: bool = False) -> Future[Any]:
         """Start a step; without tokens there is nothing to execute."""
+        del non_block
         rank = self.rank
         num_tokens = output.total_num_scheduled_tokens
         scheduler = rank.core.scheduler
