@@ -104,6 +104,16 @@ class Fallback:
         self._named = {place: named for place, named in self._named.items() if named[1] >= since_s}
         return [instance for instance, _ in self._named.values()]
 
+    def ranks_beside(self, destination: Destination) -> list[str]:
+        """Return the other data-parallel ranks of an engine, which cannot be reached either where it cannot."""
+        if destination.rank is None:
+            return []
+        return [
+            one.instance_id
+            for one in self.named()
+            if one.instance_id != destination.instance_id and origin_of(one.engine_url) == destination.origin
+        ]
+
     def next(self, model: str, excluded: Collection[str], avoided: Collection[str]) -> Destination | None:
         """Return the next one: preferably one that has not failed recently, never an excluded one."""
         destinations = self._destinations(model)

@@ -6,7 +6,7 @@ import pytest
 
 from protos.block.v1 import common_pb2
 from services.gateway.destinations import Fallback, destination_of, unreserved_destinations
-from tests.services.gateway.stubs import Call, completes, scene
+from tests.services.gateway.stubs import Call, completes, scene, unreachable
 from tests.services.waiting import run
 
 HEADER = "x-data-parallel-rank"
@@ -38,6 +38,24 @@ def test_a_retry_names_the_rank_of_the_next_instance() -> None:
                 instance.data_parallel_rank = rank
             assert (await here.post()).status_code == 200
             assert [engine.calls[0].headers[HEADER] for engine in here.engines] == ["0", "1"]
+
+    run(test)
+
+
+def test_an_engine_that_cannot_be_reached_fails_with_all_its_ranks() -> None:
+    """The next attempt goes to another engine, not to the next rank behind the same URL."""
+
+    async def test() -> None:
+        dead = unreachable()
+        async with scene(completes, urls=[dead, dead, dead], attempts=2) as here:
+            for rank, instance in enumerate(here.scheduler.instances[:3]):
+                instance.data_parallel_rank = rank
+            here.scheduler.changes.next_best.extend(here.scheduler.instances[1:])
+            response = await here.post()
+            assert response.status_code == 200
+            assert response.headers["x-block-instance"] == "e3"
+            assert len(here.scheduler.asked) == 2
+            assert set(here.scheduler.asked[1].exclude_instance_ids) >= {"e0", "e1", "e2"}
 
     run(test)
 
