@@ -19,9 +19,9 @@ from tests.services.waiting import until
 LOCKSTEP = LockstepRules()
 
 
-def rank_at(path: Path, rank: int, *, lockstep: LockstepRules | None = LOCKSTEP, **table: Any) -> Writer:
+def rank_at(path: Path, number: int, *, lockstep: LockstepRules | None = LOCKSTEP, **table: Any) -> Writer:
     """Create the file of one of two ranks."""
-    known = DataParallelRank(rank=rank, size=2, group="g", lockstep=lockstep).table() | table
+    known = DataParallelRank(rank=number, size=2, group="g", lockstep=lockstep).table() | table
     settings = {"engine": asdict(CONFIG), "model": "tiny", "data_parallel": known}
     writer = Writer(str(path), settings, num_slots=8, num_blocks=32, blocks_per_request=16)
     writer.state["num_blocks"] = writer.state["num_free_blocks"] = 32
