@@ -77,3 +77,12 @@ def rules_for(version: str) -> ChosenRules:
     before = [known for known in RULES if known < release]
     nearest = max(before) if before else min(RULES)
     return ChosenRules(RULES[nearest], nearest, is_exact=False)
+
+
+def approximations_of(version: str) -> tuple[str, ...]:
+    """Return what forecasts of an engine of this version approximate: nothing where its rules are known."""
+    chosen = rules_for(version)
+    if chosen.is_exact:
+        return ()
+    major, minor = release_of(version)
+    return (f"vLLM {major}.{minor} is not known, and is forecast by the rules of {chosen.name}",)
