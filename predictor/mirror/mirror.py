@@ -398,7 +398,8 @@ class EngineMirror:
 
     def _approximations(self, models: EngineModels) -> tuple[str, ...]:
         drafts = approximations_of(models.config.speculative_method, models.drafts.expected)
-        version = approximations_of_version(models.config.vllm_version)
+        config = models.config
+        version = approximations_of_version(config.vllm_version, speculates=bool(config.speculative_method))
         return (REBUILT_STATE, *version, *drafts, *((UNKNOWN_PREFIXES,) if models.config.enable_prefix_caching else ()))
 
     def _counter_values(self, models: EngineModels) -> dict[str, float]:

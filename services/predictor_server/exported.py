@@ -422,7 +422,8 @@ def _approximations(engine: Engine) -> tuple[str, ...]:
     """Return what all forecasts of an engine approximate: without the contents of its blocks, hits are unknown."""
     knows_hits = engine.tracks_blocks or not engine.config.enable_prefix_caching
     drafts = approximations_of(engine.config.speculative_method, engine.expected_drafts)
-    version = approximations_of_version(engine.config.vllm_version)
+    config = engine.config
+    version = approximations_of_version(config.vllm_version, speculates=bool(config.speculative_method))
     return (*version, *drafts, *(() if knows_hits else (UNKNOWN_PREFIXES,)))
 
 

@@ -37,8 +37,12 @@ def test_rules_are_those_of_the_release_or_of_the_nearest(
 
 def test_the_nearest_rules_are_an_approximation() -> None:
     """Forecasts name it; those of a known version have none."""
-    assert approximations_of("0.34.1+cpu") == ("vLLM 0.34 is not known, and is forecast by the rules of 0.33",)
-    assert approximations_of("0.33.1") == approximations_of("") == ()
+    unknown = "vLLM 0.34 is not known, and is forecast by the rules of 0.33"
+    drafts = "speculative decoding of vLLM 0.33 is forecast by the rules of 0.32"
+    assert approximations_of("0.34.1+cpu", speculates=False) == (unknown,)
+    assert approximations_of("0.34.1+cpu", speculates=True) == (unknown, drafts)
+    assert approximations_of("0.33.1", speculates=True) == (drafts,)
+    assert approximations_of("0.33.1", speculates=False) == approximations_of("", speculates=True) == ()
 
 
 def test_each_release_differs_only_where_it_is_said() -> None:
