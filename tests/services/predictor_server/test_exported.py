@@ -289,7 +289,7 @@ def test_an_engine_that_is_upgraded_returns_with_the_rules_of_its_version(
                 ttft_s[version], named[version] = forecast.ttft_s, list(forecast.approximations)
                 writer.close()
                 await client.until(lambda response: response.state in (STARTING, DOWN))
-            assert ttft_s["0.30.0"] > 5 * ttft_s["0.31.0"]
+            assert ttft_s["0.30.0"] > 3 * ttft_s["0.31.0"]
             assert ttft_s["0.34.0"] == pytest.approx(ttft_s["0.31.0"])
             assert named["0.31.0"] == []
             assert named["0.34.0"] == ["vLLM 0.34 is not known, and is forecast by the rules of 0.33"]
