@@ -15,6 +15,7 @@ from predictor.speculation import (
     SpeculativeMethod,
     configured_drafts,
 )
+from predictor.vllm_versions import release_of
 
 SCHEDULING_POLICIES = ("fcfs", "priority")
 MAX_NOISE = 10  # of the logarithm of an estimate
@@ -38,6 +39,9 @@ class EngineConfig:
     __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
 
     batcher: Annotated[str, "Local scheduler of the engine."] = "vllm_v1"
+    vllm_version: Annotated[
+        str, "Version of vLLM whose rules the local scheduler vllm_v1 has, such as 0.31.0; empty: 0.32."
+    ] = ""
     max_num_seqs: Annotated[int, "Maximum number of requests that run at once."] = 256
     max_num_batched_tokens: Annotated[int, "Maximum number of tokens of a step."] = 2048
     block_size: Annotated[int, "Tokens per KV block."] = 16
@@ -52,6 +56,11 @@ class EngineConfig:
     long_prefill_token_threshold: Annotated[
         int, "Maximum number of prompt tokens of a request in a step with others; 0: no limit."
     ] = 0
+    long_prefill_token_threshold_adaptive: Annotated[
+        bool,
+        "The threshold is at least max_num_batched_tokens over the number of running and waiting requests, as in vLLM "
+        "from 0.31 on.",
+    ] = False
     watermark: Annotated[float | None, "Fraction of the KV blocks that admissions leave free."] = None
     scheduler_reserve_full_isl: Annotated[
         bool, "Admit a request only when all its prompt's KV blocks are free, as in vLLM."
@@ -122,6 +131,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         """Refuse values that no engine can run with."""
+        self._check_version()
         for name in ("max_num_seqs", "max_num_batched_tokens", "block_size", "max_model_len"):
             require_count(name, getattr(self, name), at_least=1)
         require_count("num_gpu_blocks", self.num_gpu_blocks, at_least=2)
@@ -150,6 +160,20 @@ class EngineConfig:
         for name, value in self.batcher_options.items():
             if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
                 raise ValueError(f"batcher_options.{name}: must be a number, not {value!r}")
+
+    def _check_version(self) -> None:
+        if not isinstance(self.vllm_version, str):
+            raise ValueError(f"vllm_version: must be a text such as 0.32.0, not {self.vllm_version!r}")
+        if self.vllm_version:
+            try:
+                release_of(self.vllm_version)
+            except ValueError as error:
+                raise ValueError(f"vllm_version: {error}") from None
+        if self.long_prefill_token_threshold_adaptive not in (True, False):
+            raise ValueError(
+                "long_prefill_token_threshold_adaptive: must be true or false, not "
+                f"{self.long_prefill_token_threshold_adaptive!r}"
+            )
 
     def _check_transfers(self) -> None:
         if self.kv_role not in KV_ROLES:

@@ -314,7 +314,7 @@ class EditableEngine(Engine):
     def num_held_blocks(self) -> int:
         """Return how many blocks the known requests hold: those that run, and those whose blocks are fetched."""
         state, head = self.state, self.state.engine[0]
-        waiting = _ring(state.waiting, int(head.waiting_head), int(head.num_holding))
+        waiting = _ring(state.waiting, int(head.waiting_head), int(head.num_waiting))
         slots = np.concatenate((state.running[: head.num_running], waiting))
         return int(state.requests["num_blocks"][slots].sum())
 

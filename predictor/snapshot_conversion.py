@@ -263,7 +263,7 @@ def _put_back(engine: Engine, item: LiveRequest, status: int) -> None:
     if status == FINISHED:
         return
     if status == WAITING:
-        head.num_holding += item.num_blocks > 0 and bool(head.fetches)
+        head.num_holding += item.num_blocks > 0 and bool(head.fetches and head.holding_first)
         enqueue(engine.state, slot)
         return
     engine.state.running[head.num_running] = slot

@@ -12,6 +12,7 @@ from predictor.config import BIDIRECTIONAL, FETCHING_ROLES, HOLDING_ROLES, KV_LA
 from predictor.request import LEGS
 from predictor.speculation import ExpectedDrafts
 from predictor.step_time import NUM_REGIONS, Costs
+from predictor.vllm_versions import rules_for
 
 NONE = -1  # no request, no block, no time
 
@@ -58,6 +59,11 @@ ENGINE = np.dtype(
         ("chunked_prefill", "i8"),
         ("pipeline_depth", "i8"),
         ("long_prefill_token_threshold", "i8"),
+        ("adaptive_threshold", "i8"),  # it is at least a fair share of a step's tokens
+        # rules in which versions of vLLM differ, see `vllm_versions`
+        ("spares_lone_prefill", "i8"),
+        ("holding_first", "i8"),  # waiting requests that hold blocks are the first ones, `num_holding` of them
+        ("goes_on_after_self_preemption", "i8"),
         ("watermark_blocks", "i8"),
         ("decode_reserve", "i8"),  # blocks that must be free before each decode
         ("reserve_full_isl", "i8"),
@@ -377,6 +383,11 @@ def allocate(
     engine.chunked_prefill = config.enable_chunked_prefill
     engine.pipeline_depth = config.pipeline_depth
     engine.long_prefill_token_threshold = config.long_prefill_token_threshold
+    engine.adaptive_threshold = config.long_prefill_token_threshold_adaptive
+    rules = rules_for(config.vllm_version).rules
+    engine.spares_lone_prefill = rules.spares_lone_prefill
+    engine.holding_first = rules.holding_first or not engine.by_priority
+    engine.goes_on_after_self_preemption = rules.goes_on_after_self_preemption and engine.by_priority
     engine.watermark_blocks = config.watermark_blocks
     engine.reserve_full_isl = config.scheduler_reserve_full_isl
     engine.estimator_factor = config.estimator_factor
@@ -396,13 +407,7 @@ def allocate(
     engine.next_transfer_s = math.inf
     engine.kv_layout = KV_LAYOUTS.index(config.kv_layout)
     engine.swap_token_s = config.swap_token_s
-    engine.num_speculative_tokens = config.num_speculative_tokens
-    engine.num_lookahead_tokens = config.num_lookahead_tokens
-    engine.draft_slots = config.speculation.draft_slots
-    engine.drops_last_hit = config.speculation.drops_last_hit
-    engine.num_prefill_lookahead_tokens = config.num_prefill_lookahead_tokens
-    engine.draft_step_s = config.draft_step_s
-    expect_drafts(state, config.configured_drafts)
+    _set_speculation(state, config)
     engine.free_head, engine.free_tail = (0, tracked_blocks - 1) if tracked else (NONE, NONE)
     state.two_ended_blocks.left = state.two_ended_blocks.right = NONE
     state.blocks.content = NO_CONTENT
@@ -410,6 +415,17 @@ def allocate(
     state.blocks.next_free = np.append(np.arange(1, tracked_blocks), NONE)[:tracked_blocks]
     state.blocks.previous_free = np.arange(-1, tracked_blocks - 1)
     return state
+
+
+def _set_speculation(state: State, config: EngineConfig) -> None:
+    engine = state.engine[0]
+    engine.num_speculative_tokens = config.num_speculative_tokens
+    engine.num_lookahead_tokens = config.num_lookahead_tokens
+    engine.draft_slots = config.speculation.draft_slots
+    engine.drops_last_hit = config.speculation.drops_last_hit
+    engine.num_prefill_lookahead_tokens = config.num_prefill_lookahead_tokens
+    engine.draft_step_s = config.draft_step_s
+    expect_drafts(state, config.configured_drafts)
 
 
 def expect_drafts(state: State, drafts: ExpectedDrafts) -> None:

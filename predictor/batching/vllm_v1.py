@@ -1,14 +1,15 @@
-"""vLLM v1 (0.32): running requests first, then waiting ones, within one token budget; preemption by recompute.
+"""vLLM v1 (0.28 to 0.33): running requests first, then waiting ones, within one token budget; preemption by recompute.
 
-Mirrors `Scheduler.schedule` and `KVCacheManager.allocate_slots` for text requests, with and without speculation.
-A step with draft tokens never repeats itself, so an engine with speculation is never steady.
+Mirrors `Scheduler.schedule` and `KVCacheManager.allocate_slots` for text requests, with and without speculation; where
+versions differ, `vllm_versions` says how. A step with draft tokens never repeats itself, so an engine with speculation
+is never steady.
 """
 
 from __future__ import annotations
 
 from predictor import blocks, queues, remote_kv, steps
 from predictor.compiled import kernel, small_kernel
-from predictor.state import FETCH_FAILED, FETCHED, TO_FETCH, State
+from predictor.state import FETCH_FAILED, FETCHED, TO_FETCH, WAITING, State
 
 PREEMPTED_ITSELF, NO_VICTIM = -1, -2  # returned in place of a position in the running list
 
@@ -17,11 +18,23 @@ PREEMPTED_ITSELF, NO_VICTIM = -1, -2  # returned in place of a position in the r
 def schedule(state: State) -> bool:
     """Fill the step; return whether the next one will decode all running requests, if none ends or arrives."""
     engine = state.engine[0]
-    threshold = engine.long_prefill_token_threshold if engine.num_running + engine.num_waiting > 1 else 0
+    threshold = long_prefill_limit(state)
     budget, steady = schedule_running(state, engine.max_num_batched_tokens, threshold)
     if state.steps[steps.current(state)].num_preempted > 0:
         return False
     return schedule_waiting(state, budget, threshold) and steady and engine.num_speculative_tokens == 0
+
+
+@small_kernel
+def long_prefill_limit(state: State) -> int:
+    """Return how many tokens a request gets at most in this step; 0: no limit."""
+    engine = state.engine[0]
+    num_requests = engine.num_running + engine.num_waiting
+    if engine.long_prefill_token_threshold == 0 or (engine.spares_lone_prefill and num_requests <= 1):
+        return 0
+    if engine.adaptive_threshold:
+        return max(engine.long_prefill_token_threshold, engine.max_num_batched_tokens // max(1, num_requests))
+    return engine.long_prefill_token_threshold
 
 
 @kernel
@@ -49,6 +62,8 @@ def schedule_running(state: State, budget: int, threshold: int) -> tuple[int, bo
         budget += freed
         if position < 0:
             return budget, False
+        if request.status == WAITING:  # it has preempted itself
+            continue
         give_blocks(state, slot, request.computed_tokens + num_tokens)
         steady = steady and goes_on_decoding(state, slot, request.computed_tokens + num_tokens)
         steps.assign(state, slot, num_tokens)
@@ -96,8 +111,8 @@ def uncomputed_tokens(state: State, slot: int, threshold: int, budget: int) -> i
 def make_room(state: State, position: int, slot: int, num_tokens: int) -> tuple[int, int]:
     """Preempt requests until there are blocks for `num_tokens` tokens of this one.
 
-    Returns its position, or PREEMPTED_ITSELF, or NO_VICTIM where the blocks of the next victim cannot be freed yet; and
-    the budget of preempted requests that were already in this step (with priorities only).
+    Returns its position, or PREEMPTED_ITSELF where that ends the loop, or NO_VICTIM where the blocks of the next victim
+    cannot be freed yet; and the budget of preempted requests that were already in this step (with priorities only).
     """
     if blocks.has_room(state, slot, num_tokens):
         return position, 0
@@ -115,7 +130,7 @@ def preempt_for(state: State, position: int, slot: int, num_tokens: int) -> tupl
             return NO_VICTIM, freed
         victim = queues.preempt(state, chosen)
         if victim == slot:
-            return PREEMPTED_ITSELF, freed
+            return (position if engine.goes_on_after_self_preemption else PREEMPTED_ITSELF), freed
         restored = steps.unassign(state, victim)
         freed += restored + engine.draft_slots if restored > 0 else 0
         if chosen < position:

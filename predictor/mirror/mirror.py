@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from predictor.approximations import REBUILT_STATE, UNKNOWN_PREFIXES, joined
 from predictor.config import FETCHING_ROLES, EngineConfig
 from predictor.editable_engine import ShownRecords
 from predictor.engine_replica import EngineReplica
@@ -27,6 +28,7 @@ from predictor.mirror.events import (
     RequestShown,
     TokensReceived,
     UnknownRequestsChanged,
+    VersionRead,
 )
 from predictor.mirror.scraped_metrics import ScrapedMetrics
 from predictor.mirror.token_reconciliation import TokenReconciliation
@@ -35,6 +37,7 @@ from predictor.mirror.unknown_requests import UnknownRequests
 from predictor.profile import Profile
 from predictor.profile_check import require_possible
 from predictor.request import DECODE, SERVE, RequestFacts
+from predictor.request_group import Placeable
 from predictor.reserved_requests import Length, ReportedLengths, ReservedRequests
 from predictor.snapshot import Snapshot
 from predictor.speculation import AcceptanceLearner, approximations_of
@@ -152,7 +155,10 @@ class EngineMirror:
             serial=self._serial,
             transit=replace(self._options.profile.transit, outward_s=0.0),  # a step ends when its tokens are received
             counters=self._counter_values(models),
-            approximations=approximations_of(models.config.speculative_method, models.drafts.expected),
+            approximations=joined(
+                (REBUILT_STATE, UNKNOWN_PREFIXES) if models.config.enable_prefix_caching else (REBUILT_STATE,),
+                approximations_of(models.config.speculative_method, models.drafts.expected),
+            ),
         )
         return self._view
 
@@ -163,7 +169,7 @@ class EngineMirror:
         lengths, reserved = self._predicted_lengths(self._models), self._reserved.as_reserved()
         return self._models.tracker.engine.snapshot(lengths, reserved, view.now_s)
 
-    def reserve(self, request: RequestFacts, at_s: float) -> None:
+    def reserve(self, request: Placeable, at_s: float) -> None:
         """Add a request to the view that has not arrived yet; ValueError where the engine could never serve it."""
         view = self._view or self.view(at_s)
         if self._reserved.add(request, view.engine, view.arrival_s):
@@ -215,6 +221,10 @@ class EngineMirror:
                 if self._engine_settings.get("max_model_len") != event.max_model_len:
                     self._engine_settings["max_model_len"] = event.max_model_len
                     self._discard_outdated_models()
+            case VersionRead():
+                if self._engine_settings.get("vllm_version") != event.version:
+                    self._engine_settings["vllm_version"] = event.version
+                    self._discard_outdated_models()
             case MetricsScraped():
                 self._apply_metrics(event.metrics, at_s)
 
@@ -222,8 +232,10 @@ class EngineMirror:
         assert self._models is not None
         config, tracker, now_s = self._models.config, self._models.tracker, self._engine_s(at_s)
         room = min(config.max_model_len, tracker.engine.num_blocks * config.block_size) - arrival.prompt_tokens
-        self._reports.append(RequestShown(request_id=arrival.request_id))
-        self.release(arrival.request_id)
+        engine = self._models.twin.engine
+        if self._reserved.show(arrival.request_id, arrival.prompt, arrival.sequence, engine, at_s):
+            self._reports.append(RequestShown(request_id=arrival.request_id))
+        self._mark_changed()
         self._counters.count_arrivals(1, at_s)
         if not tracker.requests:
             self._last_progress_s = at_s

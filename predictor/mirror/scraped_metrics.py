@@ -148,3 +148,12 @@ def parse_max_model_len(body: bytes) -> int | None:
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
     return max((length for length in lengths if type(length) is int and length > 0), default=None)
+
+
+def parse_version(body: bytes) -> str:
+    """Parse the version in a reply of /version; empty where there is none."""
+    try:
+        version = json.loads(body)["version"]
+    except (ValueError, KeyError, TypeError):
+        return ""
+    return version if isinstance(version, str) else ""

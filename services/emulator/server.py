@@ -16,10 +16,11 @@ from predictor.engine import Engine
 from predictor.profile import Profile
 from predictor.request import DECODE, PREFILL, RequestFacts
 from services.emulator.answers import AnswerLengths
-from services.emulator.app import VERSION, ConnectionProtocol, Emulator
+from services.emulator.app import ConnectionProtocol, Emulator, version_of
 from services.emulator.clock import EngineClock, Pace
 from services.emulator.driver import Driver
 from services.emulator.exporter import ContentHashes, EngineStateExporter
+from services.emulator.grammars import GrammarCompiler
 from services.emulator.kv_transfers import EmulatedConnector
 from services.emulator.metrics import EngineMetrics, Exposition
 from services.emulator.openai import Served
@@ -76,7 +77,7 @@ async def serving(
             host = settings.kv_side_channel_host
             side = sockets.enter_context(listening(host, settings.kv_side_channel_port, "kv_side_channel_port"))
             address = {"host": host, "port": side.getsockname()[1]}
-            connector = EmulatedConnector(config, settings.model, VERSION, **address)
+            connector = EmulatedConnector(config, settings.model, version_of(config), **address)
         app = application(settings, config, profile, connector)
         driving = asyncio.create_task(app.driver.run())
         try:
@@ -112,10 +113,14 @@ def application(
         median_tokens=settings.output_median, spread=settings.output_spread, seed=settings.output_seed
     )
     served = Served(
-        model=settings.model, max_model_len=config.max_model_len, lengths=lengths, has_connector=connector is not None
+        model=settings.model,
+        max_model_len=config.max_model_len,
+        lengths=lengths,
+        has_connector=connector is not None,
+        max_num_requests=settings.max_num_queued_reqs,
     )
     metrics = EngineMetrics(max_model_len=config.max_model_len, speed=settings.speed)
-    about = {"model": settings.model, "profile": profile.name, "source": f"vllm {VERSION}"}
+    about = {"model": settings.model, "profile": profile.name, "source": f"vllm {version_of(config)}"}
 
     def exporter(contents: ContentHashes | None) -> EngineStateExporter:
         exported = contents if settings.export_contents else None
@@ -142,7 +147,8 @@ def application(
         connector.counts if connector else None,
         draws.counts if draws else None,
     )
-    return Emulator(driver, served, exposition, max_body_bytes=settings.max_body_bytes)
+    grammars = GrammarCompiler(settings.grammar_compile_s / clock.speed)
+    return Emulator(driver, served, exposition, max_body_bytes=settings.max_body_bytes, grammars=grammars)
 
 
 def warm(config: EngineConfig, profile: Profile) -> None:

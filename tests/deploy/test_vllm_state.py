@@ -26,7 +26,7 @@ from services.predictor_server.exported import ExportedEngine
 from tests.conformance.leg_workloads import leg_workload
 from tests.conformance.ours import our_config
 from tests.conformance.spec_workloads import spec_workload
-from tests.conformance.vllm_side import interpreter
+from tests.conformance.vllm_side import interpreter, version
 from tests.conformance.workloads import workload
 
 pytestmark = pytest.mark.vllm
@@ -70,14 +70,14 @@ def test_the_file_has_the_state_of_the_scheduler(
     scheduler: subprocess.Popen[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    draw: Callable[[int], dict[str, Any]],
+    draw: Callable[[int, str], dict[str, Any]],
     expected: tuple[str, ...],
 ) -> None:
     """Requests, queues, steps in flight, contents of blocks and transfers are equal: sync and async, fcfs and priority."""
     monkeypatch.setattr(profile_check, "FAR_OFF", math.inf)  # steps without a model do not have the times of a profile
     seen: Counter[str] = Counter()
     for seed in range(int(os.environ.get("BLOCK_EXPORT_RUNS", DEFAULT_RUNS))):
-        load = draw(seed)
+        load = draw(seed, version())
         send(scheduler, json.dumps(load))
         reader = Reader(str(tmp_path / "state"))
         sidecar = ExportedEngine(str(tmp_path / "state"), load_profile("constant"), DEFAULT_RESIDUAL, 60.0)

@@ -84,7 +84,7 @@ class Reported:
 
         truth = {
             "running": [described(one) for one in scheduler.running],
-            "waiting": [described(one) for one in [*scheduler.kv_holding_waiting, *scheduler.waiting]],
+            "waiting": [described(one) for one in vllm_trace.waiting_in_order(scheduler)],
             "ended": [described(one) for one in scheduler.requests.values() if one.is_finished()],
             "steps": [
                 {

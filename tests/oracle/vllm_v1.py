@@ -1,4 +1,4 @@
-"""vLLM 0.32's v1 scheduler in plain Python, one step at a time: slow, short, and obviously correct."""
+"""vLLM's v1 scheduler (0.28 to 0.33) in plain Python, one step at a time: slow, short, and obviously correct."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from predictor.vllm_versions import rules_for
 from tests.oracle.block_pool import BlockPool
 from tests.oracle.engine import EngineSettings, Seconds, Step, one_second
 
@@ -63,6 +64,7 @@ class Engine:
         self.now_s = self.start_s = 0.0  # of the clock, and of the step that is planned
         self.is_async: bool = settings["async_scheduling"]
         self.by_priority: bool = settings["scheduling_policy"] == "priority"
+        self.rules = rules_for(settings.get("vllm_version", "")).rules  # recorded traces have no version
         self.block_size: int = settings["block_size"]
         self.watermark_blocks = int(settings["watermark"] * settings["num_gpu_blocks"])
         self.pool = BlockPool(settings["num_gpu_blocks"])
@@ -103,7 +105,10 @@ class Engine:
         """Plan one step (Scheduler.schedule): tokens by request, in order, and the preempted requests."""
         self.budget: int = self.settings["max_num_batched_tokens"]
         self.threshold: int = self.settings["long_prefill_token_threshold"]
-        if len(self.running) + len(self.waiting) <= 1:
+        num_requests = len(self.running) + len(self.waiting)
+        if self.threshold and self.settings.get("long_prefill_token_threshold_adaptive"):
+            self.threshold = max(self.threshold, self.budget // num_requests)
+        if num_requests <= 1 and self.rules.spares_lone_prefill:
             self.threshold = 0  # no other request that could starve
         scheduled: dict[str, int] = {}
         preempted: list[str] = []
@@ -146,7 +151,11 @@ class Engine:
                 self.preempt(victim)
                 preempted.append(victim.id)
                 if victim is request:
+                    if self.by_priority and self.rules.goes_on_after_self_preemption:
+                        break
                     return
+            if not request.running:
+                continue
             request.blocks += self.pool.take(max(need, 0))
             self.cache_full_blocks(request, request.computed + count)
             scheduled[request.id] = count

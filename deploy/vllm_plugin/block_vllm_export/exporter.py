@@ -15,7 +15,9 @@ from . import layout
 from .blocks import BlockContents
 from .drafts import count_drafts
 from .identity import short_hash
+from .scheduler_names import names_for
 from .settings import require_supported, settings_of
+from .vllm_version import chosen_rules
 from .writer import NEVER, UNKNOWN, Writer
 from .xargs import facts_in
 
@@ -63,6 +65,7 @@ class Exporter:
         """Create the file of an idle scheduler."""
         require_supported(scheduler)
         settings = settings_of(scheduler)
+        self._queues = names_for(chosen_rules().release).queues
         self._scheduler = scheduler
         self._pool = scheduler.kv_cache_manager.block_pool
         managers = scheduler.kv_cache_manager.coordinator.single_type_managers
@@ -96,7 +99,11 @@ class Exporter:
         self._steps: deque[StepInFlight] = deque()
         self._last_end_s = 0.0
         self._busy = False
-        self.publish()
+        try:
+            self.publish()
+        except Exception:
+            self._writer.close()
+            raise
 
     @property
     def failure(self) -> Exception | None:
@@ -262,9 +269,11 @@ class Exporter:
         writer, scheduler = self._writer, self._scheduler
         exported = self._exported
         running = [exported[one.request_id] for one in scheduler.running]
-        # vLLM admits requests that hold blocks first; a priority queue iterates in the order in which it is popped
-        holding = [exported[one.request_id] for one in getattr(scheduler, "kv_holding_waiting", ())]
-        waiting = [exported[one.request_id] for one in scheduler.waiting]
+        in_order, with_blocks = self._queues(scheduler)
+        queue = [exported[one.request_id] for one in in_order]
+        holding = [exported[one.request_id] for one in with_blocks]
+        slots = {entry.slot for entry in holding}
+        waiting = [entry for entry in queue if entry.slot not in slots] if slots else queue
         if self._has_connector:
             self._update_stages(running, holding, waiting)
         rows, size, write = memoryview(writer.live.view(np.uint8)), layout.LIVE.itemsize, layout.LIVE_ROW.pack_into
@@ -276,12 +285,11 @@ class Exporter:
                 if row != entry.row:
                     entry.row = row
                     write(rows, entry.slot * size, *row)
-        waiting[:0] = holding
         writer.running[: len(running)] = [entry.slot for entry in running]
-        writer.waiting[: len(waiting)] = [entry.slot for entry in waiting]
+        writer.waiting[: len(queue)] = [entry.slot for entry in queue]
         writer.held[: len(self._held)] = [entry.slot for entry in self._held]
         state = writer.state
-        state["num_running"], state["num_waiting"], state["num_held"] = len(running), len(waiting), len(self._held)
+        state["num_running"], state["num_waiting"], state["num_held"] = len(running), len(queue), len(self._held)
         state["num_free_blocks"] = self._pool.get_num_free_blocks()
         state["num_planned"] = self._num_planned
         state["num_preemptions"] = self._num_preemptions + sum(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from predictor.mirror.scraped_metrics import ScrapedMetrics, parse_max_model_len, parse_metrics
+from predictor.mirror.scraped_metrics import ScrapedMetrics, parse_max_model_len, parse_metrics, parse_version
 from predictor.speculation import DraftTotals
 
 TEXT = """# HELP vllm:num_requests_running Number of requests in model execution batches.
@@ -101,3 +101,15 @@ def test_lower_or_newer_counters_show_a_restart() -> None:
 def test_max_model_len_is_parsed(body: bytes, length: int | None) -> None:
     """The largest of all models counts."""
     assert parse_max_model_len(body) == length
+
+
+@pytest.mark.parametrize(
+    ("body", "version"),
+    [
+        (b'{"version": "0.31.0"}', "0.31.0"), (b'{"version": 0.31}', ""), (b'{"v": "0.31.0"}', ""), (b"[]", ""),
+        (b"no JSON", ""), (b"\xff", ""),
+    ],
+)  # fmt: skip
+def test_a_version_is_parsed(body: bytes, version: str) -> None:
+    """What is no text is no version."""
+    assert parse_version(body) == version

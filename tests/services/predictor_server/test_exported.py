@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import grpc
@@ -19,6 +19,7 @@ from predictor.snapshot_conversion import engine_from
 from protos.block.v1 import common_pb2, predictor_pb2
 from services.engine_state.reader import Reader
 from services.engine_state.snapshot import snapshot_from_view
+from services.engine_state.writer import Writer
 from services.predictor_server.exported import ExportedEngine
 from simulator.codec import snapshot_from
 from tests.services.engine_state.files import CONFIG, VTC, busy, counting, writer_at
@@ -269,6 +270,49 @@ def test_it_follows_an_engine_over_start_end_and_restart(tmp_path: Path) -> None
             await client.until(lambda response: response.state == DOWN)
 
     run(test())
+
+
+def test_an_engine_that_is_upgraded_returns_with_the_rules_of_its_version(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In 0.30 a long prompt is cut even where it is alone; a version that is not known is served with a warning."""
+    path = tmp_path / "state"
+
+    async def test() -> None:
+        async with sidecar_of(path) as client:
+            ttft_s = {}
+            for version in ("0.30.0", "0.31.0", "0.34.0"):
+                config = replace(CONFIG, long_prefill_token_threshold=20, vllm_version=version)
+                writer = idle_engine(path, config)
+                await client.until(lambda response: response.state == READY)
+                ttft_s[version] = (await client.forecast(request("x", 200, 1))).ttft_s
+                writer.close()
+                await client.until(lambda response: response.state in (STARTING, DOWN))
+            assert ttft_s["0.30.0"] > 5 * ttft_s["0.31.0"]
+            assert ttft_s["0.34.0"] == pytest.approx(ttft_s["0.31.0"])
+
+    with caplog.at_level("WARNING"):
+        run(test())
+    known = [record for record in caplog.records if "nearest rules" in record.message]
+    assert len(known) == 1
+
+
+def test_an_engine_of_no_version_is_down(tmp_path: Path) -> None:
+    """The reason names the setting."""
+    writer = Writer(
+        str(tmp_path / "state"), {"engine": {**asdict(CONFIG), "vllm_version": "unknown"}}, num_slots=8, num_blocks=32,
+        blocks_per_request=16,
+    )  # fmt: skip
+    writer.publish()
+
+    async def test() -> None:
+        async with sidecar_of(tmp_path / "state") as client:
+            await client.until(lambda response: response.state == DOWN)
+            reason = (await client.reserve(request())).prediction.refusal.reason
+            assert "settings.engine.vllm_version: 'unknown' is not a version of vLLM such as 0.32.0" in reason
+
+    run(test())
+    writer.close()
 
 
 def test_an_engine_whose_step_does_not_end_is_down(tmp_path: Path) -> None:
