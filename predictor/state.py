@@ -412,13 +412,7 @@ def allocate(
     engine.next_transfer_s = math.inf
     engine.kv_layout = KV_LAYOUTS.index(config.kv_layout)
     engine.swap_token_s = config.swap_token_s
-    engine.num_speculative_tokens = config.num_speculative_tokens
-    engine.num_lookahead_tokens = config.num_lookahead_tokens
-    engine.draft_slots = config.speculation.draft_slots
-    engine.drops_last_hit = config.speculation.drops_last_hit
-    engine.num_prefill_lookahead_tokens = config.num_prefill_lookahead_tokens
-    engine.draft_step_s = config.draft_step_s
-    expect_drafts(state, config.configured_drafts)
+    _set_speculation(state, config)
     engine.free_head, engine.free_tail = (0, tracked_blocks - 1) if tracked else (NONE, NONE)
     state.two_ended_blocks.left = state.two_ended_blocks.right = NONE
     state.blocks.content = NO_CONTENT
@@ -426,6 +420,17 @@ def allocate(
     state.blocks.next_free = np.append(np.arange(1, tracked_blocks), NONE)[:tracked_blocks]
     state.blocks.previous_free = np.arange(-1, tracked_blocks - 1)
     return state
+
+
+def _set_speculation(state: State, config: EngineConfig) -> None:
+    engine = state.engine[0]
+    engine.num_speculative_tokens = config.num_speculative_tokens
+    engine.num_lookahead_tokens = config.num_lookahead_tokens
+    engine.draft_slots = config.speculation.draft_slots
+    engine.drops_last_hit = config.speculation.drops_last_hit
+    engine.num_prefill_lookahead_tokens = config.num_prefill_lookahead_tokens
+    engine.draft_step_s = config.draft_step_s
+    expect_drafts(state, config.configured_drafts)
 
 
 def expect_drafts(state: State, drafts: ExpectedDrafts) -> None:

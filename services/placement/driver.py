@@ -77,7 +77,7 @@ class PlacementDriver:
         self.requests = DrainingRequests(lambda reason: metrics.drain_stays.labels(reason).inc())
         self.settings = settings
         self.registry = registry
-        self.log = DecisionLog()
+        self.log = DecisionLog(settings.max_explained)
         self.core = SchedulerCore(
             settings.policy,
             registry.directory,

@@ -29,6 +29,7 @@ from predictor.reserved_requests import ReportedLengths, ReservedRequests
 from predictor.snapshot import Snapshot
 from predictor.speculation import NO_DRAFTS, AcceptanceLearner, DraftTotals, approximations_of
 from predictor.step_time import region_of
+from predictor.vllm_versions import approximations_of as approximations_of_version
 from predictor.vllm_versions import rules_for
 from protos.block.v1 import common_pb2
 from services.engine_state.identity import client_id, parts_of
@@ -452,7 +453,9 @@ def _approximations(engine: Engine) -> tuple[str, ...]:
     """Return what all forecasts of an engine approximate: without the contents of its blocks, hits are unknown."""
     knows_hits = engine.tracks_blocks or not engine.config.enable_prefix_caching
     drafts = approximations_of(engine.config.speculative_method, engine.expected_drafts)
-    return (*drafts, *(() if knows_hits else (UNKNOWN_PREFIXES,)))
+    config = engine.config
+    version = approximations_of_version(config.vllm_version, speculates=bool(config.speculative_method))
+    return (*version, *drafts, *(() if knows_hits else (UNKNOWN_PREFIXES,)))
 
 
 def _engine_id(row: np.void) -> str:
