@@ -40,7 +40,7 @@ from services.emulator.openai import (
 )
 from services.emulator.other_apis import OtherApis
 from services.emulator.rank_metrics import RankExposition
-from services.emulator.ranks import RankDrivers
+from services.emulator.ranks import RankDrivers, at_rank
 from services.emulator.replies import CompletionReply, ReplyWriter
 from services.emulator.responses import ResponsesReply, ResponseStore
 from services.emulator.several import SeveralResponses
@@ -197,7 +197,7 @@ class Emulator(Application):
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in call.headers}
         try:
             request = request_from(kind, data, headers, call.request_id, self.served)
-            request = replace(request, data_parallel_rank=self._rank_in(call))
+            request = at_rank(request, self._rank_in(call))
             self.driver.require_room(request)
         except VllmError:
             self._free_remote(remote_blocks_in(data))
