@@ -147,6 +147,7 @@ def retire(state: State) -> None:
     if engine.estimator_momentum > 0:
         estimator.observe(engine, engine.num_steps - engine.num_in_flight, step.pace)
     engine.num_in_flight -= 1
+    engine.awaits_step = 0
     if engine.defers_frees:
         free_deferred(state, index)
     num_finished = 0
@@ -166,16 +167,34 @@ def retire(state: State) -> None:
             request.first_token_s = engine.now_s
         if request.tokens_on_time >= 0:
             count_on_time(state, entry.slot)
-        if engine.pipeline_depth > 1 and not stale:
-            request.placeholders -= 1
-            if request.status == RUNNING:
-                blocks.register_full(state, entry.slot, request.computed_tokens - request.placeholders)
+        if not stale:
+            know_token(state, entry.slot)
         if request.output_tokens >= request.final_tokens:
             from_waiting = from_waiting or request.status == WAITING
             queues.complete(state, entry.slot)
             num_finished += 1
     if num_finished > 0:
         queues.drop_finished(state, from_waiting)
+    queues.forget_when_idle(state)
+
+
+@small_kernel
+def know_token(state: State, slot: int) -> None:
+    """Count the token that a request has just got as known, and register for prefix hits the blocks that are known now.
+
+    SGLang registers a prompt at the end of its prefill, and the rest at the end of the request; vLLM does it before the
+    step, where it plans none ahead.
+    """
+    engine, request = state.engine[0], state.requests[slot]
+    if engine.pipeline_depth > 1:
+        request.placeholders -= 1
+    if request.status != RUNNING:
+        return
+    if engine.is_sglang:
+        if request.prompt_tokens + request.output_tokens == request.prefill_tokens + 1:
+            blocks.share_full(state, slot, request.prefill_tokens)
+    elif engine.pipeline_depth > 1:
+        blocks.register_full(state, slot, request.computed_tokens - request.placeholders)
 
 
 @small_kernel
@@ -219,3 +238,4 @@ def abort(state: State, slot: int) -> None:
     queues.finish(state, slot)
     queues.drop_finished(state, status == WAITING)
     state.engine[0].steady = state.engine[0].stuck = 0
+    queues.forget_when_idle(state)
