@@ -51,7 +51,7 @@ BENT = replace(
     mixed_overlap=Grid(x=(1.0, 8.0), y=(2.0, 9.0), z=((0.9, 0.4), (0.3, 0.1))),
 )
 
-CHUNKING = {"vllm_v1": (True, False), "sglang": (True, False), "vllm_v0": (True, False), "sarathi": (True,)}
+CHUNKING = {"vllm_v1": (True, False), "sglang": (True, False), "vllm_v0": (True, False), "sarathi": (True,), "generic": (True,)}
 ORDERED = tuple(name for name, batcher in BATCHERS.items() if batcher.orders_queue)
 PLANNED = tuple(name for name, batcher in BATCHERS.items() if batcher.plans)
 # Values of their options that make a difference.
@@ -70,6 +70,7 @@ OPTIONS = {
     "age_limit": (0.0, 0.5, 2.0, 8.0),
     "age_share": (0.1, 0.5, 1.0),
     "base_batch_size": (1.0, 2.0, 4.0, 128.0),
+    "prefill_first": (0.0, 1.0),
     "schedule_conservativeness": (0.1, 1.0, 1.0, 2.0),
     "longest_prefix_match": (0.0, 1.0),
     "max_prefill_tokens": (1.0, 8.0, 64.0, 16384.0),
@@ -81,7 +82,7 @@ OPTIONS = {
     "clip_max_new_tokens": (1.0, 4.0, 4096.0),
 }
 KEEPS_WATERMARK = ("vllm_v0", "vllm_fcfs", "sarathi")
-ONLY_FCFS = ("vllm_fcfs", "sglang")
+ONLY_FCFS = ("vllm_fcfs", "sglang", "generic")
 RESERVES = ("orca", "faster_transformer")
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from predictor.config import EngineConfig
 from predictor.engine_view import EndedRequest
@@ -74,15 +76,27 @@ class ModelLengthRead:
     max_model_len: int
 
 
-MirrorEvent = RequestArrived | PromptCounted | TokensReceived | RequestEnded | MetricsScraped | ModelLengthRead
-SETTINGS_EVENTS = (MetricsScraped, ModelLengthRead)  # these may have to be applied before any request
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineIdentified:
+    """The engine's kind became known, with the settings that it reports, and what forecasts approximate with them."""
+
+    kind: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    approximations: tuple[str, ...] = ()
+
+
+MirrorEvent = (
+    RequestArrived | PromptCounted | TokensReceived | RequestEnded | MetricsScraped | ModelLengthRead | EngineIdentified
+)
+SETTINGS_EVENTS = (EngineIdentified, MetricsScraped, ModelLengthRead)  # these may have to be applied before any request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MirrorStarted:
-    """The mirror made a model of an idle engine with these settings."""
+    """The mirror made a model of the engine with these settings; an update has other ones, or other step times."""
 
     config: EngineConfig
+    is_update: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from predictor.config import PRODUCER_AND_CONSUMER
 MAX_LINE_CHARS = 4096
 
 _SAMPLE = re.compile(r"^vllm:([a-z_]+)(?:\{(.*)\})? ([0-9.eE+-]+|NaN|[+-]?Inf)(?: \d+)?$")
-_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 # vLLM's metrics by our names; the first spelling that is present counts
 METRIC_NAMES = {
@@ -37,7 +37,10 @@ SETTINGS: dict[str, Callable[[str], int | bool]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScrapedMetrics:
-    """One scrape of /metrics; a metric that the engine does not export is None."""
+    """One scrape of /metrics; a metric that the engine does not export is None.
+
+    An engine that `updates_rarely` sets its gauges not with every step, so that a scrape may repeat the one before.
+    """
 
     running: float | None = None
     waiting: float | None = None
@@ -50,6 +53,7 @@ class ScrapedMetrics:
     prefix_hits: float | None = None
     created_s: float | None = None
     settings: Mapping[str, int | bool | str] = field(default_factory=dict)
+    updates_rarely: bool = False
 
     def shows_restart_since(self, before: ScrapedMetrics) -> bool:
         """Return whether the engine restarted in between: its counters are newer, or lower, than before."""
@@ -60,6 +64,11 @@ class ScrapedMetrics:
             if count is not None and earlier is not None and count < earlier:
                 return True
         return False
+
+    def repeats(self, before: ScrapedMetrics) -> bool:
+        """Return whether these are the values of the scrape before, of an engine that updates its gauges rarely."""
+        names = ("running", "waiting", "kv_usage")
+        return self.updates_rarely and all(getattr(self, name) == getattr(before, name) for name in names)
 
     def shows_progress_since(self, before: ScrapedMetrics) -> bool:
         """Return whether the engine computed tokens in between."""
@@ -75,9 +84,9 @@ def parse_metrics(text: str) -> ScrapedMetrics:
             continue
         name, labels, value = found[1], found[2] or "", float(found[3])
         if name == "cache_config_info":
-            settings = _settings(dict(_LABEL.findall(labels)))
+            settings = _settings(dict(LABEL.findall(labels)))
         elif math.isfinite(value):
-            if name in METRIC_NAMES["fetching"] and dict(_LABEL.findall(labels)).get("stage") != "in_progress":
+            if name in METRIC_NAMES["fetching"] and dict(LABEL.findall(labels)).get("stage") != "in_progress":
                 continue
             samples.setdefault(name, []).append(value)
     if METRIC_NAMES["fetching"][0] in samples:
