@@ -24,15 +24,8 @@ def learnt_times(error: float, num_requests: int) -> str:
     return f"step times are learnt from the traffic: the error of e2e is about {error:.0%}, by {num_requests} requests"
 
 
-def kind_of(
-    *, models: bytes | None, metrics: bytes | None, version: bytes | None, server_info: bytes | None
-) -> str | None:
-    """Return an engine's kind by the bodies of its replies, None for those that it does not serve.
-
-    None where it serves none of them: it may not have started, or be of any kind.
-    """
-    if models is None and metrics is None and version is None and server_info is None:
-        return None
+def kind_of(*, models: bytes | None, metrics: bytes | None, version: bytes | None, server_info: bytes | None) -> str:
+    """Return an engine's kind by the bodies of its replies, None for those that it does not serve."""
     owners = _owners(models)
     for kind in (SGLANG, VLLM):
         if kind in owners:

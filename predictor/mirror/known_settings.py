@@ -52,7 +52,7 @@ class KnownSettings:
         return self._profile.step_time if self._learnt is None else self._learnt.step_time
 
     def relearn(self, at_s: float) -> bool:
-        """Return whether the step times, or the settings, that are learnt have changed much since they were last taken."""
+        """Return whether what is learnt has changed much since it was last taken."""
         if self.estimator is None or self._learnt is None or at_s - self._learnt_at_s < RELEARN_S:
             return False
         learnt, self._learnt_at_s = self.estimator.parameters(), at_s

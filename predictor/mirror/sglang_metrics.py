@@ -91,11 +91,11 @@ def parse_server_info(body: bytes) -> tuple[Settings, tuple[str, ...]]:
     settings["async_scheduling"] = not info.get("disable_overlap_schedule", False)
     policy = info.get("schedule_policy", "fcfs")
     if policy not in POLICIES:
-        reader.notes.append(f"SGLang's schedule_policy {str(policy)[:40]!r} is forecast as fcfs.")
+        reader.notes.append(f"SGLang's schedule_policy {str(policy)[:40]!r} is forecast as fcfs")
     if info.get("enable_priority_scheduling"):
-        reader.notes.append("SGLang's priority scheduling is forecast as first come, first served.")
+        reader.notes.append("SGLang's priority scheduling is forecast as first come, first served")
     if info.get("speculative_algorithm"):
-        reader.notes.append("SGLang's speculative decoding is forecast as decoding of one token a step.")
+        reader.notes.append("SGLang's speculative decoding is forecast as decoding of one token a step")
     settings["batcher_options"] = {
         "longest_prefix_match": POLICIES.get(policy, 0.0) if isinstance(policy, str) else 0.0,
         "max_prefill_tokens": float(max_prefill),
@@ -130,7 +130,7 @@ class _InfoReader:
         value = self.info.get(name, default)
         if type(value) in (int, float) and math.isfinite(value) and value >= 0:
             return float(value)
-        self.notes.append(f"{name} is {str(value)[:40]!r} in SGLang's /server_info, so {default:g} is assumed.")
+        self.notes.append(f"{name} is {str(value)[:40]!r} in SGLang's /server_info, so {default:g} is assumed")
         return default
 
     def _checked(self, name: str, value: object) -> int | None:
@@ -138,7 +138,7 @@ class _InfoReader:
             require_count(name, value)
         except ValueError:
             state = "missing" if value is None else f"{str(value)[:40]!r}"
-            self.notes.append(f"{name} is {state} in SGLang's /server_info, so a default is assumed.")
+            self.notes.append(f"{name} is {state} in SGLang's /server_info, so a default is assumed")
             return None
         assert isinstance(value, int)
         return value

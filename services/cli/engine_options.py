@@ -67,11 +67,11 @@ def profile_named(name: str) -> Profile:
         raise ValueError(f"{name}: {str(error).removeprefix(f'{name}: ')}") from None
 
 
-def engine_of(given: SettingValues) -> tuple[Profile, EngineConfig]:
-    """Load the profile, and settle the engine's settings."""
+def engine_of(given: SettingValues, *, sglang: bool = False) -> tuple[Profile, EngineConfig]:
+    """Load the profile, and settle the engine's settings; SGLang's have its local scheduler, and pages of one token."""
     model = given.make(EngineModelSettings)
     profile = profile_named(model.profile)
-    return profile, engine_config(profile, model.engine_file, given.given(EngineConfig))
+    return profile, engine_config(profile, model.engine_file, given.given(EngineConfig), sglang=sglang)
 
 
 def settings_in(given: SettingValues) -> dict[str, Any]:
@@ -82,12 +82,20 @@ def settings_in(given: SettingValues) -> dict[str, Any]:
     return {**(settings_from_toml(file) if file else {}), **given.given(EngineConfig)}
 
 
-def engine_config(profile: Profile, engine_file: str, given: Mapping[str, Any]) -> EngineConfig:
+def engine_config(
+    profile: Profile, engine_file: str, given: Mapping[str, Any], *, sglang: bool = False
+) -> EngineConfig:
     """Settle the engine's settings: flags and environment first, then the file, then those of the profile."""
     from simulator.codec import settings_from_toml
 
     from_file = settings_from_toml(engine_file) if engine_file else {}
+    suggested = profile.suggested_settings
+    if sglang:
+        plain = EngineConfig()
+        sizes = [suggested.get(name, getattr(plain, name)) for name in ("num_gpu_blocks", "block_size")]
+        pool = {"block_size": 1, "num_gpu_blocks": sizes[0] * sizes[1]}
+        suggested = {**suggested, "batcher": "sglang", **pool}
     try:
-        return EngineConfig(**{**profile.suggested_settings, **from_file, **given})
+        return EngineConfig(**{**suggested, **from_file, **given})
     except TypeError as error:
         raise ValueError(str(error)) from None

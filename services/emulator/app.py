@@ -119,8 +119,8 @@ class Emulator(Application):
     error = VllmError
     name = "engine"
 
-    def __init__(self, driver: Driver, served: Served, exposition: Exposition, *, max_body_bytes: int) -> None:
-        """Serve the engine of a driver."""
+    def __init__(self, driver: Driver, served: Served, exposition: Exposition | None, *, max_body_bytes: int) -> None:
+        """Serve the engine of a driver; without an exposition of its metrics where another class has one."""
         super().__init__(limits=LIMITS)
         self.driver = driver
         self.served = served
@@ -288,6 +288,7 @@ class Emulator(Application):
         await call.reply(200, JSON, _json({"server_load": self.driver.num_jobs}))
 
     async def _metrics(self, call: Call) -> None:
+        assert self._exposition is not None
         await call.reply(200, METRICS, self._exposition.text(self.driver.gauges()))
 
     async def _show_faults(self, call: Call) -> None:

@@ -13,6 +13,7 @@ import uvloop
 
 from predictor.config import FETCHING_ROLES, HOLDING_ROLES, EngineConfig
 from predictor.engine import Engine
+from predictor.mirror.engine_kinds import SGLANG
 from predictor.profile import Profile
 from predictor.request import DECODE, PREFILL, RequestFacts
 from services.emulator.answers import AnswerLengths
@@ -24,6 +25,7 @@ from services.emulator.kv_transfers import EmulatedConnector
 from services.emulator.metrics import EngineMetrics, Exposition
 from services.emulator.openai import Served
 from services.emulator.settings import EmulatorSettings
+from services.emulator.sglang import SglangEmulator, SglangExposition
 from services.http.server import answering, listening
 from services.logs import log_event
 from services.rpc.server import freeze_imported_objects, stop_signal
@@ -132,6 +134,10 @@ def application(
         connector=connector,
         exporter_with=exporter if settings.state_file else None,
     )
+    if settings.engine_kind == SGLANG:
+        emulated = SglangEmulator(driver, served, None, max_body_bytes=settings.max_body_bytes)
+        emulated.serve_as(engine.config, SglangExposition(metrics, engine.config, settings.model))
+        return emulated
     exposition = Exposition(metrics, engine.config, settings.model, connector.counts if connector else None)
     return Emulator(driver, served, exposition, max_body_bytes=settings.max_body_bytes)
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
+from predictor.mirror.engine_kinds import SGLANG, VLLM
+from predictor.suggestions import require_known
 from services.security.exposure import require_tls_beyond_loopback
 from services.security.settings import NO_TLS, TlsSettings
 from services.settings import PORTS, Option
 
+EMULATED_KINDS = (VLLM, SGLANG)
 STATE_FOLDER = "/dev/shm/block"  # noqa: S108 - where processes of one machine share memory
 
 
@@ -26,6 +29,9 @@ class EmulatorSettings:
         str,
         Option("State file that the engine exports; 'none' exports nothing.", metavar="FILE", unset="given by --name"),
     ] = ""
+    engine_kind: Annotated[
+        str, Option("Engine whose HTTP API is served; sglang also changes the local scheduler.", choices=EMULATED_KINDS)
+    ] = VLLM
     export_contents: Annotated[
         bool, "Export the contents of KV blocks as well, so that sidecars predict prefix cache hits."
     ] = True
@@ -62,6 +68,7 @@ class EmulatorSettings:
         for name in ("max_num_queued_reqs", "max_body_bytes"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: must be at least 1, not {getattr(self, name)}")
+        require_known([self.engine_kind], EMULATED_KINDS, "engine_kind")
         if not self.drain_s >= 0:
             raise ValueError(f"drain_s: must be a time from 0 on, not {self.drain_s}")
         if not self.model:
