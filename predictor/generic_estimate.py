@@ -12,6 +12,8 @@ from predictor.step_time import Curve, StepTime
 
 GENERIC_NAME = "generic"
 KEPT = 0.98  # of an observation's weight, with each later one
+MIN_OBSERVATIONS = 8  # before outliers are told from others
+FAR = 1.5  # times what is expected
 PRIOR = 1e-3  # weight of the first guess
 MIN_TOKENS = 4  # of one stream in a span of equal load, to learn from
 MAX_TOKENS = 32  # after which the span ends
@@ -36,7 +38,9 @@ class AffineFit:
             self._add(x, base + slope * x, PRIOR)
 
     def observe(self, x: float, y: float) -> None:
-        """Take an observation."""
+        """Take an observation; one that is far off counts only as somewhat off, once there are others."""
+        if self.num >= MIN_OBSERVATIONS:
+            y = min(max(y, self.at(x) / FAR), self.at(x) * FAR)
         self._sums = [KEPT * value for value in self._sums]
         self._add(x, y, 1.0)
         self.num += 1

@@ -51,7 +51,13 @@ BENT = replace(
     mixed_overlap=Grid(x=(1.0, 8.0), y=(2.0, 9.0), z=((0.9, 0.4), (0.3, 0.1))),
 )
 
-CHUNKING = {"vllm_v1": (True, False), "sglang": (True, False), "vllm_v0": (True, False), "sarathi": (True,), "generic": (True,)}
+CHUNKING = {
+    "vllm_v1": (True, False),
+    "sglang": (True, False),
+    "vllm_v0": (True, False),
+    "sarathi": (True,),
+    "generic": (True,),
+}
 ORDERED = tuple(name for name, batcher in BATCHERS.items() if batcher.orders_queue)
 PLANNED = tuple(name for name, batcher in BATCHERS.items() if batcher.plans)
 # Values of their options that make a difference.

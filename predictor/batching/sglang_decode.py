@@ -70,7 +70,7 @@ def mix_decodes(state: State, num_prefills: int) -> int:
             continue
         num_decodes += 1
         num_pages += needs_page(state, slot)
-    if num_pages > engine.num_free_blocks:
+    if not can_take(state, num_pages):
         return num_decodes
     for position in range(engine.num_running):
         slot = state.running[position]
@@ -116,7 +116,7 @@ def decode(state: State) -> int:
         engine.memory[IS_FULL] = 0
     if num_decodes == 0:
         return 0
-    if num_pages > engine.num_free_blocks:
+    if not can_take(state, num_pages):
         if num_ending > 0:
             return num_decodes  # the step in flight will free pages: nothing is decoded before
         num_decodes = retract(state, num_decodes)
@@ -140,11 +140,11 @@ def retract(state: State, num_decodes: int) -> int:
     engine = state.engine[0]
     order_by_output(state)
     num_kept = num_decodes
-    while num_kept > 1 and (num_kept == num_decodes or pages_needed(state, num_kept) > engine.num_free_blocks):
+    while num_kept > 1 and (num_kept == num_decodes or not can_take(state, pages_needed(state, num_kept))):
         num_kept -= 1
         retract_at(state, num_kept)
         blocks.drop_cached(state, blocks.blocks_for(num_kept * int(engine.options[RETRACT_STEPS]), engine.block_size))
-    if pages_needed(state, num_kept) > engine.num_free_blocks:  # SGLang aborts it: no request holds other pages
+    if not can_take(state, pages_needed(state, num_kept)):  # SGLang aborts it: no request holds other pages
         num_kept = 0
         retract_at(state, 0)
     num_output = max_output = 0
@@ -154,6 +154,15 @@ def retract(state: State, num_decodes: int) -> int:
     ratio = (num_output + engine.options[RETRACT_STEPS] * num_kept) / (max_output + 1)
     engine.memory[RATIO] = min(1.0, ratio) if num_kept else init_ratio(state)
     return num_kept
+
+
+@small_kernel
+def can_take(state: State, num_pages: int) -> bool:
+    """Return whether so many pages are free; cached ones are evicted for them also where they do not suffice."""
+    if num_pages <= state.engine[0].num_free_blocks:
+        return True
+    blocks.drop_cached(state, num_pages)
+    return False
 
 
 @kernel

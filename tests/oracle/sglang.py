@@ -179,9 +179,30 @@ class Scheduler:
             self.is_full = True
             return None
         self.calc_priority()
+        self.begin_prefill()
+        chunked = None
+        if self.chunked is not None and self.add_chunked(self.chunked):
+            chunked = self.chunked
+        chunked = self.admit() or chunked
+        if not self.can_run:
+            return None
+        for request, tokens in self.can_run:
+            self.extend(request, tokens)
+        self.chunked = chunked
+        batch = Batch(parts=list(self.can_run), is_extend=True, chunked=chunked)
+        if self.mixes and self.running:
+            self.mix(batch)
+        return batch
+
+    @property
+    def mixes(self) -> bool:
+        """Whether decodes go with chunks."""
+        return bool(self.settings["enable_chunked_prefill"] and self.options["mixed_chunk"])
+
+    def begin_prefill(self) -> None:
+        """Set the budgets of a prefill (`PrefillAdder.__init__`)."""
         chunking = self.settings["enable_chunked_prefill"]
-        mixes = chunking and self.options["mixed_chunk"]
-        num_mixed = len(self.running) if mixes else 0
+        num_mixed = len(self.running) if self.mixes else 0
         limit = self.options["max_prefill_tokens"] if chunking else self.settings["max_num_batched_tokens"]
         self.rem_input = int(limit) - num_mixed
         self.rem_chunk = self.settings["max_num_batched_tokens"] - num_mixed if chunking else None
@@ -190,12 +211,11 @@ class Scheduler:
             min(request.max_tokens - request.output, self.clip) * self.ratio for request in self.running
         )
         self.can_run: list[tuple[Request, int]] = []
+
+    def admit(self) -> Request | None:
+        """Add requests from the head of the queue; return the one whose prompt is cut, if any."""
         chunked = None
-        if self.chunked is not None and self.add_chunked(self.chunked):
-            chunked = self.chunked
-        while self.waiting:
-            if self.budget_state() == "other":
-                break
+        while self.waiting and self.budget_state() != "other":
             if len(self.can_run) >= self.settings["max_num_seqs"] - len(self.running):
                 self.is_full = True
             if self.is_full:
@@ -204,21 +224,13 @@ class Scheduler:
             result, truncated = self.add_one(request)
             if truncated:
                 chunked = request
-            if any(other is request for other, _ in self.can_run):
+            if self.can_run and self.can_run[-1][0] is request:
                 self.waiting.pop(0)
             if result == "no token":
                 self.is_full = bool(self.can_run or self.running)
             if result != "continue":
                 break
-        if not self.can_run:
-            return None
-        for request, tokens in self.can_run:
-            self.extend(request, tokens)
-        self.chunked = chunked
-        batch = Batch(parts=list(self.can_run), is_extend=True, chunked=chunked)
-        if mixes and self.running:
-            self.mix(batch)
-        return batch
+        return chunked
 
     @property
     def clip(self) -> int:
