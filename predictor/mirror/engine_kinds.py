@@ -14,6 +14,7 @@ ENGINE_KINDS = (AUTO, VLLM, SGLANG, GENERIC)
 UNKNOWN_POOL: Mapping[str, Any] = {"block_size": 16, "num_gpu_blocks": 1 << 20}
 UNKNOWN_MODEL_LENGTH = 131_072
 NO_POOL_SIZE = "the size of the engine's KV cache is unknown, and assumed to be unlimited"
+OTHER_TIMES = "step times are those of a profile that was measured with vLLM, corrected by the traffic"
 UNKNOWN_KIND = "the engine is of unknown kind, and is forecast as one of continuous batching"
 
 

@@ -11,6 +11,7 @@ from predictor.mirror.engine_kinds import (
     AUTO,
     GENERIC,
     NO_POOL_SIZE,
+    OTHER_TIMES,
     SGLANG,
     UNKNOWN_KIND,
     UNKNOWN_MODEL_LENGTH,
@@ -80,6 +81,8 @@ class KnownSettings:
             notes.append(UNKNOWN_KIND)
         elif self.kind == SGLANG and config.num_gpu_blocks == UNKNOWN_POOL["num_gpu_blocks"]:
             notes.append(NO_POOL_SIZE)
+        if self.estimator is None and self.kind != VLLM:
+            notes.append(OTHER_TIMES)
         if self.estimator is not None:
             learnt = self.estimator.parameters()
             notes.append(learnt_times(learnt.error, learnt.num_requests))

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from predictor.mirror.engine_kinds import SGLANG, VLLM
-from predictor.suggestions import require_known
 from services.security.exposure import require_tls_beyond_loopback
 from services.security.settings import NO_TLS, TlsSettings
 from services.settings import PORTS, Option
@@ -68,7 +67,8 @@ class EmulatorSettings:
         for name in ("max_num_queued_reqs", "max_body_bytes"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: must be at least 1, not {getattr(self, name)}")
-        require_known([self.engine_kind], EMULATED_KINDS, "engine_kind")
+        if self.engine_kind not in EMULATED_KINDS:
+            raise ValueError(f"engine_kind: {self.engine_kind!r} is none of {', '.join(EMULATED_KINDS)}")
         if not self.drain_s >= 0:
             raise ValueError(f"drain_s: must be a time from 0 on, not {self.drain_s}")
         if not self.model:

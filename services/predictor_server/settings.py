@@ -78,7 +78,8 @@ class MirrorSettings:
             if not (math.isfinite(value) and value > 0):
                 raise ValueError(f"{name}: must be above 0, not {value}")
         EngineConfig(**self.engine)
-        require_known([self.engine_kind], ENGINE_KINDS, "engine_kind")
+        if self.engine_kind not in ENGINE_KINDS:
+            raise ValueError(f"engine_kind: {self.engine_kind!r} is none of {', '.join(ENGINE_KINDS)}")
         if self.max_concurrency < 1:
             raise ValueError(f"max_concurrency: must be at least 1, not {self.max_concurrency}")
 
