@@ -45,3 +45,4 @@ class EndedRequest:
     ttft_s: float | None
     e2e_s: float | None
     completed: bool  # neither aborted nor failed
+    num_requests: int = 1  # of the engine

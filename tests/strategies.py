@@ -285,6 +285,12 @@ def engines(
             async_scheduling=draw(st.booleans()) if is_async is None else is_async,
             max_num_batched_tokens=-(-budget // block_size) * block_size,
         )
+    if batcher == "vllm_v1":
+        config = replace(
+            config,
+            vllm_version=draw(st.sampled_from(("", "0.28.0", "0.31.0", "0.33.0"))),
+            long_prefill_token_threshold_adaptive=draw(st.booleans()),
+        )
     layouts = (PLAIN,) if config.async_scheduling else BATCHERS[batcher].kv_layouts
     layout = layout or draw(st.sampled_from(layouts))
     if layout != PLAIN:

@@ -26,6 +26,8 @@ class RequestArrived:
     priority: int = 0
     streamed: bool = False
     leg: str = SERVE  # as far as the request says
+    prompt: int = 0  # the number of its prompt, where the client's request has several
+    sequence: int = 0  # the number of its response to that prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,10 +87,25 @@ class EngineIdentified:
     approximations: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionRead:
+    """The version of vLLM that the engine runs became known."""
+
+    version: str
+
+
 MirrorEvent = (
-    RequestArrived | PromptCounted | TokensReceived | RequestEnded | MetricsScraped | ModelLengthRead | EngineIdentified
+    RequestArrived
+    | PromptCounted
+    | TokensReceived
+    | RequestEnded
+    | MetricsScraped
+    | ModelLengthRead
+    | VersionRead
+    | EngineIdentified
 )
-SETTINGS_EVENTS = (EngineIdentified, MetricsScraped, ModelLengthRead)  # these may have to be applied before any request
+# these may have to be applied before any request
+SETTINGS_EVENTS = (EngineIdentified, MetricsScraped, ModelLengthRead, VersionRead)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

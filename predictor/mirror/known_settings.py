@@ -19,7 +19,7 @@ from predictor.mirror.engine_kinds import (
     VLLM,
     learnt_times,
 )
-from predictor.mirror.events import EngineIdentified
+from predictor.mirror.events import EngineIdentified, ModelLengthRead, VersionRead
 from predictor.profile import Profile
 from predictor.step_time import StepTime
 
@@ -40,7 +40,17 @@ class KnownSettings:
         self._learnt = self.estimator.parameters() if self.estimator else None  # that the models have
         self._learnt_at_s = now_s
 
-    def identify(self, event: EngineIdentified) -> None:
+    def take(self, event: EngineIdentified | ModelLengthRead | VersionRead) -> None:
+        """Take what the engine reports of itself."""
+        match event:
+            case ModelLengthRead(max_model_len=max_model_len):
+                self.reported["max_model_len"] = max_model_len
+            case VersionRead(version=version):
+                self.reported["vllm_version"] = version
+            case EngineIdentified():
+                self._identify(event)
+
+    def _identify(self, event: EngineIdentified) -> None:
         """Take the engine's kind, and the settings that it reports."""
         if event.kind != self.kind:
             self.reported.clear()

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from predictor.approximations import REBUILT_STATE, UNKNOWN_PREFIXES
 from predictor.config import FETCHING_ROLES, EngineConfig
 from predictor.editable_engine import ShownRecords
 from predictor.engine_replica import EngineReplica
@@ -29,6 +30,7 @@ from predictor.mirror.events import (
     RequestShown,
     TokensReceived,
     UnknownRequestsChanged,
+    VersionRead,
 )
 from predictor.mirror.known_settings import KnownSettings
 from predictor.mirror.scraped_metrics import ScrapedMetrics
@@ -38,8 +40,10 @@ from predictor.mirror.unknown_requests import UnknownRequests
 from predictor.profile import Profile
 from predictor.profile_check import require_possible
 from predictor.request import DECODE, SERVE, RequestFacts
+from predictor.request_group import Placeable
 from predictor.reserved_requests import Length, ReportedLengths, ReservedRequests
 from predictor.snapshot import Snapshot
+from predictor.speculation import AcceptanceLearner, approximations_of
 
 MAX_EVENTS = 1 << 20  # that wait for the next view
 SKEW_S = 0.01  # between the tokens and the metrics of a moment: they come by different connections
@@ -79,6 +83,7 @@ class EngineModels:
     forecaster: Forecaster
     unknown: UnknownRequests
     reconciliation: TokenReconciliation
+    drafts: AcceptanceLearner
 
 
 @dataclass(slots=True, kw_only=True)
@@ -154,7 +159,7 @@ class EngineMirror:
             serial=self._serial,
             transit=replace(self._options.profile.transit, outward_s=0.0),  # a step ends when its tokens are received
             counters=self._counter_values(models),
-            approximations=self._settings.approximations(models.config),
+            approximations=self._approximations(models),
         )
         return self._view
 
@@ -165,7 +170,7 @@ class EngineMirror:
         lengths, reserved = self._predicted_lengths(self._models), self._reserved.as_reserved()
         return self._models.tracker.engine.snapshot(lengths, reserved, view.now_s)
 
-    def reserve(self, request: RequestFacts, at_s: float) -> None:
+    def reserve(self, request: Placeable, at_s: float) -> None:
         """Add a request to the view that has not arrived yet; ValueError where the engine could never serve it."""
         view = self._view or self.view(at_s)
         if self._reserved.add(request, view.engine, view.arrival_s):
@@ -215,12 +220,8 @@ class EngineMirror:
                 self._apply_tokens(event, at_s)
             case RequestEnded():
                 self._apply_end(event, at_s)
-            case ModelLengthRead():
-                if self._settings.reported.get("max_model_len") != event.max_model_len:
-                    self._settings.reported["max_model_len"] = event.max_model_len
-                    self._discard_outdated_models()
-            case EngineIdentified():
-                self._settings.identify(event)
+            case ModelLengthRead() | VersionRead() | EngineIdentified():
+                self._settings.take(event)
                 self._discard_outdated_models()
             case MetricsScraped():
                 self._apply_metrics(event.metrics, at_s)
@@ -229,8 +230,10 @@ class EngineMirror:
         assert self._models is not None
         config, tracker, now_s = self._models.config, self._models.tracker, self._engine_s(at_s)
         room = self._room(self._models, arrival)
-        self._reports.append(RequestShown(request_id=arrival.request_id))
-        self.release(arrival.request_id)
+        engine = self._models.twin.engine
+        if self._reserved.show(arrival.request_id, arrival.prompt, arrival.sequence, engine, at_s):
+            self._reports.append(RequestShown(request_id=arrival.request_id))
+        self._mark_changed()
         self._counters.count_arrivals(1, at_s)
         if not tracker.requests:
             self._last_progress_s = at_s
@@ -289,6 +292,9 @@ class EngineMirror:
             self._last_progress_s = at_s
         now_s = self._engine_s(at_s)
         models.tracker.advance(now_s)
+        if metrics.drafts is not None and models.drafts.observe(metrics.drafts):
+            models.tracker.engine.expect_drafts(models.drafts.expected)
+            models.twin.engine.expect_drafts(models.drafts.expected)
         if before is None or not metrics.repeats(before):
             models.reconciliation.reconcile(metrics, now_s)
             self._correct_requests(models, metrics, now_s)
@@ -389,6 +395,7 @@ class EngineMirror:
             forecaster=Forecaster(twin.engine),
             unknown=UnknownRequests(tracker),
             reconciliation=TokenReconciliation(tracker, SKEW_S * options.speed),
+            drafts=AcceptanceLearner(config.configured_drafts),
         )
         self._view = None
         self._in_flight.clear()
@@ -409,6 +416,11 @@ class EngineMirror:
             lengths[name] = self._lengths.of(arrival.request_id) or (arrival.known_tokens or 0, arrival.tag)
         lengths.update(models.unknown.lengths())
         return lengths
+
+    def _approximations(self, models: EngineModels) -> tuple[str, ...]:
+        drafts = approximations_of(models.config.speculative_method, models.drafts.expected)
+        known = self._settings.approximations(models.config)
+        return (REBUILT_STATE, *known, *drafts, *((UNKNOWN_PREFIXES,) if models.config.enable_prefix_caching else ()))
 
     def _counter_values(self, models: EngineModels) -> dict[str, float]:
         values = self._counters.values(self._options.speed)

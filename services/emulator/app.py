@@ -12,17 +12,18 @@ import signal
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from typing import Any, Protocol
 
+from predictor.config import EngineConfig
 from predictor.request import SERVE
 from predictor.suggestions import require_known
 from services.emulator.audio import TranscriptReply
 from services.emulator.driver import Driver
 from services.emulator.errors import DetailError, VllmError, bad_value, not_fetched, unavailable
+from services.emulator.grammars import GrammarCompiler
 from services.emulator.jobs import Job
 from services.emulator.kv_transfers import Fetch
 from services.emulator.messages import MessagesReply
-from services.emulator.metrics import Exposition
 from services.emulator.openai import (
     CHAT,
     COMPLETION,
@@ -37,12 +38,15 @@ from services.emulator.openai import (
     request_from,
 )
 from services.emulator.other_apis import OtherApis
+from services.emulator.ranks import RankDrivers
 from services.emulator.replies import CompletionReply, ReplyWriter
 from services.emulator.responses import ResponsesReply, ResponseStore
+from services.emulator.several import SeveralResponses
 from services.emulator.side_channel import TransferError
 from services.emulator.transfer_params import RemoteBlocks
 from services.http.application import JSON, Application, Call, Endpoint, while_client_stays
 from services.http.client import Headers
+from services.http.data_parallel import rank_in
 from services.http.endpoints import errors_of
 from services.http.error_shape import ErrorShape
 from services.http.guarded_protocol import GuardedProtocol
@@ -51,7 +55,7 @@ from services.logs import log_event
 
 log = logging.getLogger(__name__)
 
-VERSION = "0.32.0+block.emulator"
+SURFACE = "0.32.0"  # the version of vLLM whose HTTP surface this is
 EVENTS: Headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
 METRICS: Headers = [(b"content-type", b"text/plain; version=1.0.0")]
 CONNECTION = "block.connection"  # an ASGI extension
@@ -82,6 +86,11 @@ class Faults:
                 raise ValueError(f"{name}: must be true or false, not {getattr(self, name)!r}")
 
 
+def version_of(config: EngineConfig) -> str:
+    """Return the version that an emulated engine reports: that of its scheduler's rules."""
+    return f"{(config.vllm_version or SURFACE).partition('+')[0]}+block.emulator"
+
+
 FAULT_NAMES = tuple(spec.name for spec in fields(Faults))
 
 
@@ -91,6 +100,13 @@ def faults_from(data: Any) -> Faults:
         raise ValueError(f"fault: must be an object with some of {', '.join(FAULT_NAMES)}")
     require_known(data, FAULT_NAMES, "fault")
     return Faults(**data)
+
+
+class MetricsText(Protocol):
+    """Writes an engine's metrics."""
+
+    def text(self) -> bytes:
+        """Return the present values in Prometheus' text format."""
 
 
 class ConnectionProtocol(GuardedProtocol):
@@ -119,9 +135,18 @@ class Emulator(Application):
     error = VllmError
     name = "engine"
 
-    def __init__(self, driver: Driver, served: Served, exposition: Exposition | None, *, max_body_bytes: int) -> None:
-        """Serve the engine of a driver; without an exposition of its metrics where another class has one."""
+    def __init__(
+        self,
+        driver: Driver | RankDrivers,
+        served: Served,
+        exposition: MetricsText,
+        *,
+        max_body_bytes: int,
+        grammars: GrammarCompiler | None = None,
+    ) -> None:
+        """Serve the engine of a driver."""
         super().__init__(limits=LIMITS)
+        self._grammars = GrammarCompiler(0.0) if grammars is None else grammars
         self.driver = driver
         self.served = served
         self._exposition = exposition
@@ -177,11 +202,19 @@ class Emulator(Application):
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in call.headers}
         try:
             request = request_from(kind, data, headers, call.request_id, self.served)
+            request = replace(request, data_parallel_rank=self._rank_in(call))
             self.driver.require_room(request)
         except VllmError:
             self._free_remote(remote_blocks_in(data))
             raise
         await self.serve(call, request)
+
+    def _rank_in(self, call: Call) -> int | None:
+        """Read the data-parallel rank that a request names; the check is vLLM's."""
+        rank = rank_in(call.headers)
+        if rank is not None and not 0 <= rank < self.driver.num_ranks:
+            raise bad_value(f"data_parallel_rank {rank} is out of range [0, {self.driver.num_ranks}).")
+        return rank
 
     def require_serving(self) -> None:
         """Refuse a request while the fault `refuse` is set."""
@@ -194,10 +227,17 @@ class Emulator(Application):
             await while_client_stays(self._serve(call, request), call.receive)
 
     async def _serve(self, call: Call, request: ParsedRequest) -> None:
+        arrived_s = None
+        if delay_s := self._grammars.delay_s(request.grammar):
+            arrived_s = self.driver.clock.now_s()
+            await asyncio.sleep(delay_s)
+        if request.choices:
+            await SeveralResponses(request, self.driver, EVENTS).serve(call, arrived_s)
+            return
         fetch = None
         if request.remote is not None:
             request, fetch = await self._with_blocks(call, request, request.remote)
-        job = self.driver.submit(request, fetch)
+        job = self.driver.submit(request, fetch, arrived_s=arrived_s)
         try:
             await (self._stream(call, job) if request.stream else self._reply_whole(call, job))
         finally:
@@ -282,14 +322,13 @@ class Emulator(Application):
         await call.reply(200 if is_healthy else 503, [], b"")
 
     async def _version(self, call: Call) -> None:
-        await call.reply(200, JSON, _json({"version": VERSION}))
+        await call.reply(200, JSON, _json({"version": version_of(self.driver.engine.config)}))
 
     async def _load(self, call: Call) -> None:
         await call.reply(200, JSON, _json({"server_load": self.driver.num_jobs}))
 
     async def _metrics(self, call: Call) -> None:
-        assert self._exposition is not None
-        await call.reply(200, METRICS, self._exposition.text(self.driver.gauges()))
+        await call.reply(200, METRICS, self._exposition.text())
 
     async def _show_faults(self, call: Call) -> None:
         _require_local(call)
@@ -302,7 +341,7 @@ class Emulator(Application):
         except ValueError as error:
             raise bad_value(str(error)) from None
         log_event(log, logging.WARNING, "faults set", **asdict(self._faults))
-        self.driver.pace.slow = self._faults.slow
+        self.driver.slow(self._faults.slow)
         self.driver.hang(hangs=self._faults.hang)
         await call.reply(200, JSON, _json(asdict(self._faults)))
         if self._faults.crash:

@@ -8,6 +8,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from operator import itemgetter
 from typing import Any
 
@@ -24,6 +25,7 @@ from services.emulator.jobs import Job
 from services.emulator.kv_transfers import EmulatedConnector, Fetch
 from services.emulator.metrics import ABORTED, ERROR, EngineMetrics, Gauges
 from services.emulator.openai import CHAT, MESSAGE, ParsedRequest
+from services.emulator.speculation import DraftDraws
 from services.emulator.tokens import content_hashes
 from services.logs import log_event
 
@@ -58,6 +60,7 @@ class Driver:
         *,
         max_num_queued_reqs: int,
         connector: EmulatedConnector | None = None,
+        draws: DraftDraws | None = None,
         exporter_with: Callable[[ContentHashes | None], EngineStateExporter] | None = None,
     ) -> None:
         """Combine the parts; `run` starts the engine."""
@@ -66,6 +69,7 @@ class Driver:
         self.pace = pace
         self.metrics = metrics
         self.connector = connector
+        self.draws = draws  # of an engine with speculative decoding
         self.failure: VllmError | None = None
         self._contents = ContentHashes(engine) if engine.state.engine[0].prefix_caching else None
         self._exporter = exporter_with(self._contents) if exporter_with else None
@@ -77,10 +81,13 @@ class Driver:
         self._next_pace = pace.next()
         self._under_way: deque[Ended] = deque()  # rows of the launched steps for the state file, with their ends
         self._wake_up: asyncio.Future[None] | None = None
+        self.woken: Callable[[], None] | None = None  # set by what runs this engine together with others
         self._bind_arrays()
         if connector is not None:
             connector.leases.on_extended, connector.leases.on_released = self._extend_lease, self._release_held
             connector.fetches.on_lost = lambda _: self._wake()
+
+    num_ranks = 1
 
     @property
     def num_jobs(self) -> int:
@@ -108,15 +115,18 @@ class Driver:
         """Refuse a request that the engine cannot take now."""
         if self.failure is not None:
             raise self.failure
-        if self.num_jobs >= self._max_jobs:
+        if self.num_jobs + max(1, len(request.choices)) > self._max_jobs:
             self.metrics.refused(request.priority, self._service_facts(request.facts))
             raise busy()
 
-    def submit(self, request: ParsedRequest, fetch: Fetch | None = None) -> Job:
-        """Add a request now, a decode leg with its blocks on another engine; VllmError where it cannot be served."""
+    def submit(self, request: ParsedRequest, fetch: Fetch | None = None, *, arrived_s: float | None = None) -> Job:
+        """Add a request now, a decode leg with its blocks on another engine; VllmError where it cannot be served.
+
+        `arrived_s` is when the client's request arrived, where that was before.
+        """
         try:
             self.require_room(request)
-            job = self._add(request)
+            job = self._add(request, arrived_s)
         except VllmError:
             if fetch is not None and self.connector is not None:
                 self.connector.fetches.discard(fetch)
@@ -127,7 +137,7 @@ class Driver:
             self._wake()
         return job
 
-    def _add(self, request: ParsedRequest) -> Job:
+    def _add(self, request: ParsedRequest, arrived_s: float | None) -> Job:
         self._serial += 1
         is_chat = request.kind in (CHAT, MESSAGE)
         usual = f"chatcmpl-{request.request_id}" if is_chat else f"cmpl-{request.request_id}-0"
@@ -136,7 +146,7 @@ class Driver:
         if self._contents is not None:
             hashes = content_hashes([*request.prompt, *request.answer.token_ids()], self.engine.config.block_size)
             self._contents.learn(hashes)
-        arrival_s = self.clock.now_s()
+        added_s = self.clock.now_s()
         try:
             slot = self.engine.add(
                 RequestFacts(
@@ -146,7 +156,7 @@ class Driver:
                     output_tokens=request.answer.num_tokens,
                     max_tokens=request.max_tokens,
                     priority=request.priority,
-                    arrival_s=arrival_s,
+                    arrival_s=added_s,
                     prefix_hashes=hashes,
                     min_tokens=request.min_tokens or None,
                     leg=request.leg,
@@ -157,7 +167,13 @@ class Driver:
             raise bad_value(str(error)) from None
         self._bind_arrays()
         self._seen[slot] = 0
-        job = self._jobs[slot] = Job(request=request, engine_id=engine_id, slot=slot, serial=self._serial)
+        job = self._jobs[slot] = Job(
+            request=request,
+            engine_id=engine_id,
+            slot=slot,
+            serial=self._serial,
+            arrived_s=added_s if arrived_s is None else min(arrived_s, added_s),
+        )
         if self._exporter is not None:
             self._exporter.arrived(job, hashes)
         return job
@@ -192,12 +208,16 @@ class Driver:
         """Run the engine until cancelled."""
         try:
             await self._run()
-        except Exception:
-            log.exception("engine failed")
-            self.failure = VllmError(500, "The engine has failed.")
-            for job in self._jobs.values():
-                job.failure = self.failure
-                job.changed.set()
+        except Exception as error:  # noqa: BLE001 - each request gets it
+            self.fail(error)
+
+    def fail(self, error: Exception) -> None:
+        """Fail all requests: the engine has failed."""
+        log.error("engine failed", exc_info=error)
+        self.failure = VllmError(500, "The engine has failed.")
+        for job in self._jobs.values():
+            job.failure = self.failure
+            job.changed.set()
 
     def close(self) -> None:
         """Remove the state file."""
@@ -233,57 +253,82 @@ class Driver:
 
     def _wake(self) -> None:
         """Update the engine now."""
-        if self._wake_up is not None and not self._wake_up.done():
+        if self.woken is not None:
+            self.woken()
+        elif self._wake_up is not None and not self._wake_up.done():
             self._wake_up.set_result(None)
 
     def _update(self) -> None:
         """Advance the engine to the present, hand out tokens, and publish the state."""
         if not self.clock.is_held:
-            self._skip_stopped_time()
+            if self._head["num_in_flight"][0]:
+                self.skip_stopped_time(self._end_of_oldest_s())
             self._advance(self.clock.now_s())
+        self.hand_out()
+
+    def hand_out(self) -> None:
+        """Hand out tokens, and publish the state."""
+        if not self.clock.is_held:
             self._deliver()
         if self.connector is not None:
             self._follow_transfers(self.connector)
         self._remove_ended()
         if self._exporter is not None and not self.clock.is_held:
+            if self.draws is not None:
+                self._exporter.drafted(self.draws.counts)
             self._exporter.publish()
 
-    def _skip_stopped_time(self) -> None:
-        """After a long stop, of the process for example, continue as if no time had passed."""
-        if self._head["num_in_flight"][0]:
-            due_s = self._end_of_oldest_s()
-            late_s = time.monotonic() - self.clock.wall_s(due_s)
-            if late_s > MAX_LAG_S:
-                log_event(log, logging.WARNING, "clock set back", late_s=late_s)
-                self.clock.set_back(due_s)
+    def skip_stopped_time(self, due_s: float) -> None:
+        """After a long stop, of the process for example, continue as if no time had passed since a step's end."""
+        late_s = time.monotonic() - self.clock.wall_s(due_s)
+        if late_s > MAX_LAG_S:
+            log_event(log, logging.WARNING, "clock set back", late_s=late_s)
+            self.clock.set_back(due_s)
 
     def _advance(self, now_s: float) -> None:
         """Run the engine one step at a time: each has its own pace and is recorded."""
         engine, head = self.engine, self._head
         while True:
             num_planned = int(head["num_steps"][0])
-            head["pace"] = self._next_pace
+            self.set_next_pace()
             head["steady"] = 0  # repeated steps would not be recorded
             engine.drive(engine.state, now_s, num_planned + 1, NONE)
             self._record_ended()
             if int(head["num_steps"][0]) == num_planned:
                 return
             self._note_launched(num_planned)
-            self._next_pace = self.pace.next()
             is_full = int(head["num_in_flight"][0]) == engine.config.pipeline_depth
             if is_full and self._end_of_oldest_s() > now_s:
                 return
 
+    def set_next_pace(self) -> None:
+        """Set the pace of the step that is planned next."""
+        self._head["pace"] = self._next_pace
+
+    def record(self, *, has_launched: bool) -> None:
+        """Record the steps that have ended, and the one that was just launched, if any."""
+        self._record_ended()
+        if has_launched:
+            self._note_launched(int(self._head["num_steps"][0]) - 1)
+
+    def slow(self, factor: float) -> None:
+        """Multiply the times of all steps."""
+        self.pace.slow = factor
+
     def _note_launched(self, number: int) -> None:
         index = (int(self._head["oldest"][0]) + int(self._head["num_in_flight"][0]) - 1) % 2
+        if self.draws is not None:
+            self.draws.draw(self.engine.state, index)
         start_s, end_s, *counts = RECORDED(self._steps[index].item())
         self._under_way.append((end_s, number, start_s, end_s - start_s, *counts))
+        self._next_pace = self.pace.next()
 
     def _record_ended(self) -> None:
         now_s = float(self._head["now_s"][0])
         while self._under_way and self._under_way[0][0] <= now_s:
             _, *row = self._under_way.popleft()
-            self.metrics.step(int(row[3]), int(row[4]))
+            # how many draft tokens are output is known when they are delivered
+            self.metrics.step(int(row[3]), int(row[4]) if self.draws is None else 0)
             if self._exporter is not None:
                 self._exporter.stepped(tuple(row))
 
@@ -294,6 +339,8 @@ class Driver:
         if not len(changed):
             return
         now_s = float(self._head["now_s"][0])
+        if self.draws is not None:
+            self.metrics.generated(int((rows["output_tokens"][changed] - seen[changed]).sum()))
         for slot, num_ready in zip(changed.tolist(), rows["output_tokens"][changed].tolist(), strict=True):
             self._jobs[slot].set_ready(num_ready)
         first = changed[seen[changed] == 0]
@@ -317,6 +364,7 @@ class Driver:
 
     def _note_first(self, slots: np.ndarray) -> None:
         rows = self._rows[slots]
+        arrived_s = np.array([self._jobs[slot].arrived_s for slot in slots.tolist()])
         num_fetched_tokens = 0
         for slot, num_hits, num_prompt in zip(
             slots.tolist(), rows["hit_tokens"].tolist(), rows["prompt_tokens"].tolist(), strict=True
@@ -328,7 +376,7 @@ class Driver:
                 num_fetched_tokens += num_prompt - num_hits
         num_prompt_tokens, num_hit_tokens = int(rows["prompt_tokens"].sum()), int(rows["hit_tokens"].sum())
         self.metrics.first_tokens(
-            rows["first_token_s"] - rows["arrival_s"], num_prompt_tokens, num_hit_tokens, num_fetched_tokens
+            rows["first_token_s"] - arrived_s, num_prompt_tokens, num_hit_tokens, num_fetched_tokens
         )
         if self._exporter is not None:
             self._exporter.started(num_prompt_tokens, num_hit_tokens)
@@ -342,7 +390,8 @@ class Driver:
             if self._rows["in_flight_tokens"][job.slot] > 0 or self.engine.fetch_end_s(job.engine_id) is not None:
                 still.append((job, reason))
                 continue
-            facts, outcome = self.engine.request_in(job.slot), self.engine.outcome(job.engine_id)
+            facts = self.engine.request_in(job.slot)
+            outcome = replace(self.engine.outcome(job.engine_id), arrival_s=job.arrived_s)
             del self._jobs[job.slot]
             self.metrics.ended(facts, outcome, reason, job.request.max_tokens)
             if self._exporter is not None:

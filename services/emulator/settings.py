@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -11,6 +12,7 @@ from services.security.settings import NO_TLS, TlsSettings
 from services.settings import PORTS, Option
 
 EMULATED_KINDS = (VLLM, SGLANG)
+MAX_RANKS = 64
 STATE_FOLDER = "/dev/shm/block"  # noqa: S108 - where processes of one machine share memory
 
 
@@ -44,6 +46,9 @@ class EmulatorSettings:
         200.0
     )
     output_spread: Annotated[float, "Standard deviation of the logarithm of the response length."] = 0.8
+    grammar_compile_s: Annotated[
+        float, "Time to compile the grammar of a structured output that the engine has not seen before, in seconds."
+    ] = 0.05
     max_num_queued_reqs: Annotated[
         int, "Maximum number of unfinished requests; further requests are refused with status 503."
     ] = 10_000
@@ -56,6 +61,14 @@ class EmulatorSettings:
     kv_side_channel_port: Annotated[
         int, "Port of the side channel, which engines with a kv_role have; 0 selects any free port."
     ] = 0
+    data_parallel_size: Annotated[
+        int,
+        "Number of data-parallel ranks that it serves at its port, each with a state file of its own, as vLLM. A "
+        "request names its rank (x-data-parallel-rank); others are balanced as by vLLM.",
+    ] = 1
+    data_parallel_lockstep: Annotated[
+        bool, "Ranks step together, as those of a model with experts: the slowest one sets the pace."
+    ] = False
     drain_s: Annotated[float, "Maximum time to wait at shutdown for requests in progress, in seconds."] = 30.0
     tls: TlsSettings = NO_TLS
 
@@ -69,6 +82,12 @@ class EmulatorSettings:
                 raise ValueError(f"{name}: must be at least 1, not {getattr(self, name)}")
         if self.engine_kind not in EMULATED_KINDS:
             raise ValueError(f"engine_kind: {self.engine_kind!r} is none of {', '.join(EMULATED_KINDS)}")
+        if not 0 <= self.grammar_compile_s < math.inf:
+            raise ValueError(f"grammar_compile_s: must be a time from 0 on, not {self.grammar_compile_s}")
+        if not 1 <= self.data_parallel_size <= MAX_RANKS:
+            raise ValueError(f"data_parallel_size: must lie between 1 and {MAX_RANKS}, not {self.data_parallel_size}")
+        if self.data_parallel_lockstep and self.data_parallel_size == 1:
+            raise ValueError("data_parallel_lockstep: needs a data_parallel_size above 1")
         if not self.drain_s >= 0:
             raise ValueError(f"drain_s: must be a time from 0 on, not {self.drain_s}")
         if not self.model:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -13,9 +13,10 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from predictor.config import EngineConfig
-from services.emulator.app import METRICS, Emulator
+from services.emulator.app import Emulator
+from services.emulator.driver import Driver
 from services.emulator.metrics import EngineMetrics, Gauges, attainment_families
-from services.emulator.openai import CHAT, ParsedRequest
+from services.emulator.openai import CHAT, ParsedRequest, Served
 from services.emulator.replies import CompletionReply, ReplyWriter
 from services.http.application import JSON, Call
 
@@ -69,10 +70,9 @@ class SglangReply(CompletionReply):
 class SglangEmulator(Emulator):
     """Serves one emulated SGLang engine."""
 
-    def serve_as(self, config: EngineConfig, exposition: SglangExposition) -> None:
+    def serve_as_sglang(self, config: EngineConfig) -> None:
         """Serve SGLang's paths in place of vLLM's own ones."""
         self._config = config
-        self._sglang_exposition = exposition
         for path in NOT_SERVED:
             del self.routes[path]
         self.routes |= {
@@ -82,7 +82,6 @@ class SglangEmulator(Emulator):
             "/get_server_info": {"GET": self._server_info},
             "/model_info": {"GET": self._model_info},
             "/get_model_info": {"GET": self._model_info},
-            "/metrics": {"GET": self._sglang_metrics},
         }
 
     def _reply(self, request: ParsedRequest) -> ReplyWriter:
@@ -103,8 +102,14 @@ class SglangEmulator(Emulator):
         info = {"model_path": self.served.model, "is_generation": True, "weight_version": "default"}
         await call.reply(200, JSON, _json(info))
 
-    async def _sglang_metrics(self, call: Call) -> None:
-        await call.reply(200, METRICS, self._sglang_exposition.text(self.driver.gauges()))
+
+def sglang_emulator(driver: Driver, served: Served, *, max_body_bytes: int) -> SglangEmulator:
+    """Make the HTTP surface of an emulated SGLang engine."""
+    config = driver.engine.config
+    exposition = SglangExposition(driver.metrics, config, served.model, gauges=driver.gauges)
+    emulator = SglangEmulator(driver, served, exposition, max_body_bytes=max_body_bytes)
+    emulator.serve_as_sglang(config)
+    return emulator
 
 
 def server_info(config: EngineConfig, model: str) -> dict[str, Any]:
@@ -136,9 +141,11 @@ def server_info(config: EngineConfig, model: str) -> dict[str, Any]:
 class SglangExposition(Collector):
     """Writes an engine's metrics as SGLang does; its gauges change with prefills, and with every 40th decode."""
 
-    def __init__(self, metrics: EngineMetrics, config: EngineConfig, model: str) -> None:
-        """Label everything with the model."""
-        self._metrics, self._config = metrics, config
+    def __init__(
+        self, metrics: EngineMetrics, config: EngineConfig, model: str, *, gauges: Callable[[], Gauges]
+    ) -> None:
+        """Label everything with the model; `gauges` returns the engine's present ones."""
+        self._metrics, self._config, self._read = metrics, config, gauges
         self._labels = {"model_name": model, "engine_type": "unified", "tp_rank": "0", "pp_rank": "0"}
         self._gauges: Gauges | None = None
         self._now: Gauges | None = None
@@ -146,8 +153,9 @@ class SglangExposition(Collector):
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
 
-    def text(self, gauges: Gauges) -> bytes:
+    def text(self) -> bytes:
         """Return the values in Prometheus' text format."""
+        gauges = self._read()
         at = (self._metrics.counts["prompt_tokens"], self._num_steps() // LOG_INTERVAL)
         is_idle = gauges.num_running + gauges.num_waiting == 0
         if self._gauges is None or is_idle or at != self._shown_at:
