@@ -11,6 +11,7 @@ GRAMMAR_COMPILATION = (
 )
 UNKNOWN_PREFIXES = "hits in the prefix cache are unknown, and none is counted"
 REBUILT_STATE = "the state of the engine is rebuilt from the traffic through the sidecar"
+UNKNOWN_RANKS = "the steps of some other data-parallel ranks, which set the pace as well, are unknown"
 
 MAX_APPROXIMATIONS = 16  # of one forecast
 MAX_LENGTH = 256  # characters of one

@@ -44,6 +44,7 @@ from predictor.request_group import Placeable
 from predictor.reserved_requests import Length, ReportedLengths, ReservedRequests
 from predictor.snapshot import Snapshot
 from predictor.speculation import AcceptanceLearner, approximations_of
+from predictor.vllm_versions import approximations_of as approximations_of_version
 
 MAX_EVENTS = 1 << 20  # that wait for the next view
 SKEW_S = 0.01  # between the tokens and the metrics of a moment: they come by different connections
@@ -419,8 +420,11 @@ class EngineMirror:
 
     def _approximations(self, models: EngineModels) -> tuple[str, ...]:
         drafts = approximations_of(models.config.speculative_method, models.drafts.expected)
-        known = self._settings.approximations(models.config)
-        return (REBUILT_STATE, *known, *drafts, *((UNKNOWN_PREFIXES,) if models.config.enable_prefix_caching else ()))
+        config = models.config
+        notes = [REBUILT_STATE, *self._settings.approximations(config), *drafts]
+        if self._settings.kind == VLLM:
+            notes += approximations_of_version(config.vllm_version, speculates=bool(config.speculative_method))
+        return (*notes, *((UNKNOWN_PREFIXES,) if config.enable_prefix_caching else ()))
 
     def _counter_values(self, models: EngineModels) -> dict[str, float]:
         values = self._counters.values(self._options.speed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from functools import partial
 
 from services.emulator.driver import Driver
 from services.emulator.errors import DONE
@@ -42,7 +43,9 @@ class SeveralResponses:
     async def _reply_whole(self, call: Call, jobs: Sequence[Job]) -> None:
         for job in jobs:
             num_tokens = job.request.answer.num_tokens
-            await job.more(lambda job=job, num_tokens=num_tokens: job.num_ready < num_tokens)  # type: ignore[misc]
+            job.num_sent = job.num_ready  # of which there may be some, as others have been waited for
+            if job.num_ready < num_tokens:
+                await job.more(partial(_lacks_tokens, job))
         if all(job.num_ready == job.request.answer.num_tokens for job in jobs):
             choices = [reply.choice() for reply in self._replies]
             counts = self._num_prompt_tokens(), sum(job.num_ready for job in jobs)
@@ -90,3 +93,7 @@ class SeveralResponses:
         """Count each prompt once, as vLLM does."""
         choices = self._request.choices
         return sum(len(one.prompt) for one in choices[:: len(choices) // self._request.num_prompts])
+
+
+def _lacks_tokens(job: Job) -> bool:
+    return job.num_ready < job.request.answer.num_tokens
