@@ -79,6 +79,9 @@ ENGINE = np.dtype(
         ("transfer_pace", "f8"),  # real over predicted duration of transfers
         ("transfer_shared", "i8"),  # transfers that overlap share the link
         ("orders_queue", "i8"),  # the local scheduler orders the waiting requests itself
+        # SGLang: each content has one block, from the end of a prefill on; instead of an empty step the engine waits
+        # for the one in flight; what a preempted request has in flight is lost
+        ("is_sglang", "i8"),
         ("num_speculative_tokens", "i8"),
         ("num_lookahead_tokens", "i8"),  # slots allocated with each step, for the KV of draft tokens
         ("draft_slots", "i8"),  # input tokens that each request in a step uses beside its own
@@ -118,6 +121,7 @@ ENGINE = np.dtype(
         # steps in flight, oldest first
         ("num_in_flight", "i8"),
         ("oldest", "i8"),
+        ("awaits_step", "i8"),  # it plans nothing before the step in flight ends
         # KV blocks; the free ones are a linked list in the order of reuse
         ("num_free_blocks", "i8"),
         ("free_head", "i8"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from predictor.config import EngineConfig
 from predictor.engine_view import EndedRequest
@@ -77,6 +79,15 @@ class ModelLengthRead:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EngineIdentified:
+    """The engine's kind became known, with the settings that it reports, and what forecasts approximate with them."""
+
+    kind: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    approximations: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class VersionRead:
     """The version of vLLM that the engine runs became known."""
 
@@ -84,16 +95,25 @@ class VersionRead:
 
 
 MirrorEvent = (
-    RequestArrived | PromptCounted | TokensReceived | RequestEnded | MetricsScraped | ModelLengthRead | VersionRead
+    RequestArrived
+    | PromptCounted
+    | TokensReceived
+    | RequestEnded
+    | MetricsScraped
+    | ModelLengthRead
+    | VersionRead
+    | EngineIdentified
 )
-SETTINGS_EVENTS = (MetricsScraped, ModelLengthRead, VersionRead)  # these may have to be applied before any request
+# these may have to be applied before any request
+SETTINGS_EVENTS = (EngineIdentified, MetricsScraped, ModelLengthRead, VersionRead)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MirrorStarted:
-    """The mirror made a model of an idle engine with these settings."""
+    """The mirror made a model of the engine with these settings; an update has other ones, or other step times."""
 
     config: EngineConfig
+    is_update: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

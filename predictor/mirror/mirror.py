@@ -14,8 +14,10 @@ from predictor.engine_replica import EngineReplica
 from predictor.engine_view import EndedRequest, EngineView
 from predictor.forecast import Forecaster
 from predictor.indicators import EngineCounters
+from predictor.mirror.engine_kinds import VLLM
 from predictor.mirror.events import (
     SETTINGS_EVENTS,
+    EngineIdentified,
     EngineRestarted,
     MetricsScraped,
     MirrorEvent,
@@ -30,6 +32,7 @@ from predictor.mirror.events import (
     UnknownRequestsChanged,
     VersionRead,
 )
+from predictor.mirror.known_settings import KnownSettings
 from predictor.mirror.scraped_metrics import ScrapedMetrics
 from predictor.mirror.token_reconciliation import TokenReconciliation
 from predictor.mirror.tracker import Tracker
@@ -68,6 +71,7 @@ class MirrorOptions:
     speed: float  # engine seconds per second
     forget_s: float  # without progress for so long, an idle engine's pace is forgotten
     max_requests: int
+    engine_kind: str = VLLM
 
 
 @dataclass(slots=True, kw_only=True)
@@ -109,7 +113,7 @@ class EngineMirror:
         self._reports: list[MirrorReport] = []
         self._models: EngineModels | None = None
         self._view: EngineView | None = None
-        self._engine_settings: dict[str, int | bool | str] = {}  # that the engine reported
+        self._settings = KnownSettings(options.profile, options.engine, options.engine_kind, now_s)
         self._metrics: ScrapedMetrics | None = None
         self._num_surplus_scrapes = 0
         self._in_flight: dict[str, InFlightRequest] = {}
@@ -131,7 +135,7 @@ class EngineMirror:
     def view(self, at_s: float) -> EngineView:
         """Apply all events until `at_s` and return the engine's state then; NoModelError where there is none."""
         try:
-            models = self._apply_events(at_s)
+            models = self._relearnt(self._apply_events(at_s), at_s)
             now_s = self._engine_s(at_s)
             models.tracker.advance(now_s)
             if not models.tracker.requests and at_s - self._last_progress_s > self._options.forget_s:
@@ -209,27 +213,24 @@ class EngineMirror:
             case RequestArrived():
                 self._apply_arrival(event, at_s)
             case PromptCounted():
+                if (learning := self._settings.estimator) is not None:
+                    learning.correct_prompt(event.name, event.prompt_tokens)
                 if (tracker := self._tracker_of(event.name)) is not None:
                     tracker.correct_prompt(event.name, event.prompt_tokens)
             case TokensReceived():
                 self._apply_tokens(event, at_s)
             case RequestEnded():
                 self._apply_end(event, at_s)
-            case ModelLengthRead():
-                if self._engine_settings.get("max_model_len") != event.max_model_len:
-                    self._engine_settings["max_model_len"] = event.max_model_len
-                    self._discard_outdated_models()
-            case VersionRead():
-                if self._engine_settings.get("vllm_version") != event.version:
-                    self._engine_settings["vllm_version"] = event.version
-                    self._discard_outdated_models()
+            case ModelLengthRead() | VersionRead() | EngineIdentified():
+                self._settings.take(event)
+                self._discard_outdated_models()
             case MetricsScraped():
                 self._apply_metrics(event.metrics, at_s)
 
     def _apply_arrival(self, arrival: RequestArrived, at_s: float) -> None:
         assert self._models is not None
         config, tracker, now_s = self._models.config, self._models.tracker, self._engine_s(at_s)
-        room = min(config.max_model_len, tracker.engine.num_blocks * config.block_size) - arrival.prompt_tokens
+        room = self._room(self._models, arrival)
         engine = self._models.twin.engine
         if self._reserved.show(arrival.request_id, arrival.prompt, arrival.sequence, engine, at_s):
             self._reports.append(RequestShown(request_id=arrival.request_id))
@@ -238,30 +239,27 @@ class EngineMirror:
         if not tracker.requests:
             self._last_progress_s = at_s
         self._last_event_s = at_s
+        if (learning := self._settings.estimator) is not None:
+            learning.arrive(arrival.name, arrival.prompt_tokens, now_s)
         if room < 1 or len(tracker.requests) >= self._options.max_requests:
             return  # the engine will refuse it, or it counts among the unknown ones
         self._in_flight[arrival.name] = InFlightRequest(arrival=arrival, arrived_s=at_s)
-        request = RequestFacts(
-            request_id=arrival.name,
-            prompt_tokens=arrival.prompt_tokens,
-            max_tokens=max(1, min(room, arrival.max_tokens or room)),
-            priority=arrival.priority,
-            arrival_s=now_s,
-            # the metrics show how many blocks are held after a prefill leg
-            leg=DECODE if arrival.leg == DECODE and config.kv_role in FETCHING_ROLES else SERVE,
-        )
-        tracker.add(request, streamed=arrival.streamed)
+        tracker.add(_facts_of(arrival, config, room, now_s), streamed=arrival.streamed)
 
     def _apply_tokens(self, event: TokensReceived, at_s: float) -> None:
         if (request := self._in_flight.get(event.name)) is not None and request.first_token_s is None:
             request.first_token_s = at_s
         self._last_event_s = self._last_progress_s = at_s
+        if (learning := self._settings.estimator) is not None:
+            learning.receive(event.name, event.num_tokens, self._engine_s(at_s))
         if (tracker := self._tracker_of(event.name)) is not None:
             tracker.receive(event.name, event.num_tokens, self._engine_s(at_s), exact=event.exact)
 
     def _apply_end(self, event: RequestEnded, at_s: float) -> None:
         self._last_event_s = at_s
         request, tracker = self._in_flight.pop(event.name, None), self._tracker_of(event.name)
+        if (learning := self._settings.estimator) is not None:
+            learning.end(event.name, event.num_tokens, self._engine_s(at_s), completed=event.completed)
         if tracker is not None:
             now_s = self._engine_s(at_s)
             if event.completed and event.num_tokens > 0:
@@ -285,7 +283,7 @@ class EngineMirror:
     def _apply_metrics(self, metrics: ScrapedMetrics, at_s: float) -> None:
         self._last_event_s = at_s
         before, self._metrics = self._metrics, metrics
-        self._engine_settings.update(metrics.settings)
+        self._settings.reported.update(metrics.settings)
         if before is not None and metrics.shows_restart_since(before):
             self._reports.append(EngineRestarted(num_requests=len(self._in_flight)))
             self._models = None
@@ -298,8 +296,9 @@ class EngineMirror:
         if metrics.drafts is not None and models.drafts.observe(metrics.drafts):
             models.tracker.engine.expect_drafts(models.drafts.expected)
             models.twin.engine.expect_drafts(models.drafts.expected)
-        models.reconciliation.reconcile(metrics, now_s)
-        self._correct_requests(models, metrics, now_s)
+        if before is None or not metrics.repeats(before):
+            models.reconciliation.reconcile(metrics, now_s)
+            self._correct_requests(models, metrics, now_s)
         self._counters.update(
             {
                 "prefix_queries": metrics.prefix_queries or 0,
@@ -343,30 +342,53 @@ class EngineMirror:
 
     # The models.
 
-    def _config(self) -> EngineConfig:
-        suggested = self._options.profile.suggested_settings
-        return EngineConfig(**{**suggested, **self._engine_settings, **self._options.engine})
+    def _relearnt(self, models: EngineModels, at_s: float) -> EngineModels:
+        """Return the models; made again, with the present requests, where learnt step times have changed much."""
+        if not self._settings.relearn(at_s):
+            return models
+        in_flight, before = dict(self._in_flight), models.tracker.requests
+        received = {name: before[name].num_received for name in in_flight if name in before}
+        self._models = None
+        models, now_s = self._start(is_update=True), self._engine_s(at_s)
+        self._in_flight.update(in_flight)
+        for name, num_tokens in received.items():
+            arrival = in_flight[name].arrival
+            room = self._room(models, arrival)
+            if room < 1:
+                continue
+            models.tracker.add(_facts_of(arrival, models.config, room, now_s), streamed=arrival.streamed)
+            if num_tokens:
+                models.tracker.set_running(name, num_tokens)
+                models.tracker.requests[name].num_received = num_tokens
+        return models
+
+    @staticmethod
+    def _room(models: EngineModels, arrival: RequestArrived) -> int:
+        """Return how many tokens the response to a request can have."""
+        config = models.config
+        return min(config.max_model_len, models.tracker.engine.num_blocks * config.block_size) - arrival.prompt_tokens
 
     def _discard_outdated_models(self) -> None:
         """Discard the models if the engine's settings have changed."""
-        if self._models is not None and self._models.config != self._config():
+        if self._models is not None and self._models.config != self._settings.config():
             self._models = None
 
-    def _start(self) -> EngineModels:
+    def _start(self, *, is_update: bool = False) -> EngineModels:
         """Make the models of an idle engine."""
         options = self._options
-        if self._metrics is None and "num_gpu_blocks" not in options.engine:
+        if self._settings.kind == VLLM and self._metrics is None and "num_gpu_blocks" not in options.engine:
             raise NoModelError("the engine's settings are not known yet: its /metrics have not been read")
+        step_time = self._settings.step_time
         try:
-            config = self._config()
+            config = self._settings.config()
             require_possible(options.profile, config)
-            tracker = Tracker(config, options.profile.step_time, max(0.0, self._engine_s(self._origin_s)))
+            tracker = Tracker(config, step_time, max(0.0, self._engine_s(self._origin_s)))
         except ValueError as error:
             raise NoModelError(f"engine settings: {error}") from None
         twin = EngineReplica(
-            config, options.profile.step_time, options.residual, num_slots=2 * options.max_requests, track_blocks=False
+            config, step_time, options.residual, num_slots=2 * options.max_requests, track_blocks=False
         )
-        self._reports.append(MirrorStarted(config=config))
+        self._reports.append(MirrorStarted(config=config, is_update=is_update))
         self._models = EngineModels(
             config=config,
             tracker=tracker,
@@ -399,8 +421,10 @@ class EngineMirror:
     def _approximations(self, models: EngineModels) -> tuple[str, ...]:
         drafts = approximations_of(models.config.speculative_method, models.drafts.expected)
         config = models.config
-        version = approximations_of_version(config.vllm_version, speculates=bool(config.speculative_method))
-        return (REBUILT_STATE, *version, *drafts, *((UNKNOWN_PREFIXES,) if models.config.enable_prefix_caching else ()))
+        notes = [REBUILT_STATE, *self._settings.approximations(config), *drafts]
+        if self._settings.kind == VLLM:
+            notes += approximations_of_version(config.vllm_version, speculates=bool(config.speculative_method))
+        return (*notes, *((UNKNOWN_PREFIXES,) if config.enable_prefix_caching else ()))
 
     def _counter_values(self, models: EngineModels) -> dict[str, float]:
         values = self._counters.values(self._options.speed)
@@ -426,3 +450,16 @@ class EngineMirror:
         self._serial += 1
         if self._view is not None:
             self._view.serial = self._serial
+
+
+def _facts_of(arrival: RequestArrived, config: EngineConfig, room: int, now_s: float) -> RequestFacts:
+    """Return the facts of a request as the engine model takes them."""
+    return RequestFacts(
+        request_id=arrival.name,
+        prompt_tokens=arrival.prompt_tokens,
+        max_tokens=max(1, min(room, arrival.max_tokens or room)),
+        priority=arrival.priority,
+        arrival_s=now_s,
+        # the metrics show how many blocks are held after a prefill leg
+        leg=DECODE if arrival.leg == DECODE and config.kv_role in FETCHING_ROLES else SERVE,
+    )

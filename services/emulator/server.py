@@ -16,6 +16,7 @@ import uvloop
 from predictor.config import FETCHING_ROLES, HOLDING_ROLES, EngineConfig
 from predictor.data_parallel import DataParallelRank, LockstepRules
 from predictor.engine import Engine
+from predictor.mirror.engine_kinds import SGLANG
 from predictor.profile import Profile
 from predictor.request import DECODE, PREFILL, RequestFacts
 from services.emulator.answers import AnswerLengths
@@ -30,6 +31,7 @@ from services.emulator.openai import Served
 from services.emulator.rank_metrics import RankExposition
 from services.emulator.ranks import RankDrivers
 from services.emulator.settings import EmulatorSettings
+from services.emulator.sglang import sglang_emulator
 from services.emulator.speculation import DraftDraws
 from services.engine_state.identity import rank_file
 from services.http.server import answering, listening
@@ -139,6 +141,10 @@ def application(
     drivers, expositions = [driver for driver, _ in made], [exposition for _, exposition in made]
     grammars = GrammarCompiler(settings.grammar_compile_s / clock.speed)
     limit = settings.max_body_bytes
+    if settings.engine_kind == SGLANG:
+        if size > 1:
+            raise ValueError("data_parallel_size: an emulated SGLang has one rank")
+        return sglang_emulator(drivers[0], served, max_body_bytes=limit)
     if size == 1:
         return Emulator(drivers[0], served, expositions[0], max_body_bytes=limit, grammars=grammars)
     ranks = RankDrivers(drivers, rules)

@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry
 from predictor.config import EngineConfig
 from predictor.editable_engine import ShownRecords
 from predictor.engine_view import EndedRequest, EngineView
+from predictor.mirror.engine_kinds import GENERIC, SGLANG, VLLM
 from predictor.mirror.events import (
     EngineRestarted,
     MetricsScraped,
@@ -29,6 +30,7 @@ from predictor.mirror.events import (
 )
 from predictor.mirror.mirror import EngineMirror, InconsistentModelError, MirrorOptions, NoModelError
 from predictor.mirror.scraped_metrics import parse_max_model_len, parse_metrics, parse_version
+from predictor.mirror.sglang_metrics import parse_sglang_metrics
 from predictor.profile import Profile
 from predictor.request_group import Placeable
 from predictor.reserved_requests import ReportedLengths
@@ -40,6 +42,7 @@ from services.http.client import HttpClient, Origin, origin_of
 from services.http.engine_client import engine_client
 from services.http.server import answering, listening
 from services.logs import log_event
+from services.predictor_server.engine_identification import identify
 from services.predictor_server.engine_source import DownError
 from services.predictor_server.metrics import MirrorMetrics
 from services.predictor_server.proxy import Proxy
@@ -54,6 +57,7 @@ log = logging.getLogger(__name__)
 
 SCRAPE_TIMEOUT_S = 5.0
 MAX_METRICS_BYTES = 16 * 2**20
+LOOK_S = 30.0  # between two looks whether an engine of unknown kind has become another one
 RECORDS = ShownRecords(live=layout.LIVE, facts=layout.REQUEST)
 
 
@@ -76,6 +80,7 @@ class MirroredEngine:
             speed=settings.speed,
             forget_s=forget_s,
             max_requests=settings.max_concurrency,
+            engine_kind=settings.engine_kind,
         )
         self._profile = profile.name
         self._mirror = EngineMirror(options, self.lengths, time.monotonic())
@@ -153,10 +158,11 @@ class MirroredEngine:
                 self._shown.append(report.request_id)
             case EndedRequest():
                 self._ended.append(report)
-            case MirrorStarted(config=config):
+            case MirrorStarted(config=config, is_update=is_update):
                 self.config = config
                 log_event(
-                    log, logging.INFO, "engine is mirrored from its traffic", profile=self._profile,
+                    log, logging.DEBUG if is_update else logging.INFO, "engine is mirrored from its traffic",
+                    profile=self._profile,
                     num_gpu_blocks=config.num_gpu_blocks, block_size=config.block_size,
                     max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens,
                     max_model_len=config.max_model_len, version=config.vllm_version,
@@ -212,22 +218,33 @@ async def _scrape(settings: MirrorSettings, origin: Origin, source: MirroredEngi
     """Scrape the engine's /metrics at every interval; its max_model_len and version whenever it may have restarted."""
     client = engine_client()
     could_scrape, has_length = True, False
+    kind = settings.engine_kind if settings.engine_kind == VLLM else ""
+    next_look_s = 0.0
     try:
         while True:
             try:
+                if not kind or (kind == GENERIC and time.monotonic() >= next_look_s):
+                    kind, next_look_s = (
+                        await _identify(client, origin, source, settings, kind),
+                        time.monotonic() + LOOK_S,
+                    )
                 if not has_length:
                     await _read_max_model_len(client, origin, source)
                     await _read_version(client, origin, source)
                     has_length = True
-                status, body = await client.get(
-                    origin, b"/metrics", within_s=SCRAPE_TIMEOUT_S, max_bytes=MAX_METRICS_BYTES
-                )
-                if status != 200:
-                    raise ConnectionError(f"its /metrics returns {status}")
-                source.record(MetricsScraped(metrics=parse_metrics(body.decode(errors="replace"))))
                 reason = ""
+                if kind != GENERIC:
+                    parse = parse_sglang_metrics if kind == SGLANG else parse_metrics
+                    status, body = await client.get(
+                        origin, b"/metrics", within_s=SCRAPE_TIMEOUT_S, max_bytes=MAX_METRICS_BYTES
+                    )
+                    if status == 200:
+                        source.record(MetricsScraped(metrics=parse(body.decode(errors="replace"))))
+                    else:
+                        reason, has_length = f"its /metrics returns {status}", False
             except (OSError, TimeoutError, ValueError) as error:
                 reason, has_length = str(error) or type(error).__name__, False
+                kind = settings.engine_kind if settings.engine_kind == VLLM else ""  # another engine may come back
             if reason and could_scrape:
                 log_event(log, logging.WARNING, "engine's metrics cannot be scraped", reason=reason)
             elif not reason and not could_scrape:
@@ -236,6 +253,19 @@ async def _scrape(settings: MirrorSettings, origin: Origin, source: MirroredEngi
             await asyncio.sleep(settings.metrics_s)
     finally:
         client.close()
+
+
+async def _identify(
+    client: HttpClient, origin: Origin, source: MirroredEngine, settings: MirrorSettings, before: str
+) -> str:
+    """Find out the engine's kind, and report it to the mirror where it is new."""
+    event = await identify(client, origin, settings.engine_kind)
+    if event.kind != before:
+        source.record(event)
+        log_event(
+            log, logging.INFO, "engine is identified", kind=event.kind, approximated="; ".join(event.approximations)
+        )
+    return event.kind
 
 
 async def _read_max_model_len(client: HttpClient, origin: Origin, source: MirroredEngine) -> None:
