@@ -24,14 +24,17 @@ class RequestArrived:
     priority: int = 0
     streamed: bool = False
     leg: str = SERVE  # as far as the request says
+    token_ids: tuple[int, ...] = ()  # of the prompt, where the client sent them
+    cached_at: int | None = None  # the moment of the index of cached blocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptCounted:
-    """The real prompt length of a request became known."""
+    """The real prompt length of a request became known, and its tokens where they matter."""
 
     name: str
     prompt_tokens: int
+    token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,7 @@ from predictor.engine_replica import EngineReplica
 from predictor.engine_view import EndedRequest, EngineView
 from predictor.forecast import Forecaster
 from predictor.indicators import EngineCounters
+from predictor.kv_events.stream import KvEventStream
 from predictor.mirror.events import (
     SETTINGS_EVENTS,
     EngineRestarted,
@@ -28,6 +29,7 @@ from predictor.mirror.events import (
     TokensReceived,
     UnknownRequestsChanged,
 )
+from predictor.mirror.known_blocks import KnownBlocks
 from predictor.mirror.scraped_metrics import ScrapedMetrics
 from predictor.mirror.token_reconciliation import TokenReconciliation
 from predictor.mirror.tracker import Tracker
@@ -73,6 +75,7 @@ class EngineModels:
     tracker: Tracker
     twin: EngineReplica
     forecaster: Forecaster
+    blocks: KnownBlocks | None
     unknown: UnknownRequests
     reconciliation: TokenReconciliation
 
@@ -93,10 +96,20 @@ class EngineMirror:
     in a thread; `view` applies all events.
     """
 
-    def __init__(self, options: MirrorOptions, lengths: ReportedLengths, now_s: float) -> None:
-        """Start without a model; `lengths` are those that schedulers reported for requests."""
+    def __init__(
+        self,
+        options: MirrorOptions,
+        lengths: ReportedLengths,
+        now_s: float,
+        kv_events: KvEventStream | None = None,
+    ) -> None:
+        """Start without a model; `lengths` are those that schedulers reported for requests.
+
+        With `kv_events`, another part of the process lets them follow the engine's prefix cache.
+        """
         self._options = options
         self._lengths = lengths
+        self._kv_events = kv_events
         self._origin_s = now_s
         self._serial = 0  # of views
         self._events: deque[tuple[float, MirrorEvent]] = deque(maxlen=MAX_EVENTS)
@@ -115,6 +128,8 @@ class EngineMirror:
 
     def record(self, event: MirrorEvent, at_s: float) -> None:
         """Keep an event for the next view."""
+        if self._kv_events is not None and isinstance(event, RequestArrived):
+            event = replace(event, cached_at=self._kv_events.index.moment())
         self._events.append((at_s, event))
 
     def take_reports(self) -> list[MirrorReport]:
@@ -130,12 +145,7 @@ class EngineMirror:
             models.tracker.advance(now_s)
             if not models.tracker.requests and at_s - self._last_progress_s > self._options.forget_s:
                 models.tracker.reset_pace()
-            models.twin.engine.set_pace(models.tracker.correction.factor)
-            models.twin.update(
-                models.tracker.engine.shown(
-                    self._options.records, self._predicted_lengths(models), now_s, models.twin.num_slots
-                )
-            )
+            self._update_twin(models, now_s)
         except ValueError as error:
             self._models = self._view = None
             raise InconsistentModelError(str(error)) from None
@@ -202,8 +212,7 @@ class EngineMirror:
             case RequestArrived():
                 self._apply_arrival(event, at_s)
             case PromptCounted():
-                if (tracker := self._tracker_of(event.name)) is not None:
-                    tracker.correct_prompt(event.name, event.prompt_tokens)
+                self._apply_count(event)
             case TokensReceived():
                 self._apply_tokens(event, at_s)
             case RequestEnded():
@@ -237,7 +246,19 @@ class EngineMirror:
             # the metrics show how many blocks are held after a prefill leg
             leg=DECODE if arrival.leg == DECODE and config.kv_role in FETCHING_ROLES else SERVE,
         )
+        if (blocks := self._models.blocks) is not None:
+            blocks.arrive(arrival.name, blocks.moment() if arrival.cached_at is None else arrival.cached_at)
+            blocks.read_prompt(arrival.name, arrival.token_ids, config.block_size)
         tracker.add(request, streamed=arrival.streamed)
+
+    def _apply_count(self, event: PromptCounted) -> None:
+        if self._models is None or (tracker := self._tracker_of(event.name)) is None:
+            return
+        tracker.correct_prompt(event.name, event.prompt_tokens)
+        if (blocks := self._models.blocks) is not None and event.token_ids:
+            blocks.read_prompt(event.name, event.token_ids, self._models.config.block_size)
+            if tracker.engine.is_running(event.name):
+                tracker.set_hits(event.name, blocks.hit_tokens(event.name, tracker.engine))
 
     def _apply_tokens(self, event: TokensReceived, at_s: float) -> None:
         if (request := self._in_flight.get(event.name)) is not None and request.first_token_s is None:
@@ -251,6 +272,7 @@ class EngineMirror:
         request, tracker = self._in_flight.pop(event.name, None), self._tracker_of(event.name)
         if tracker is not None:
             now_s = self._engine_s(at_s)
+            self._return_blocks(event, tracker)
             if event.completed and event.num_tokens > 0:
                 self._last_progress_s = at_s
                 tracker.receive(event.name, event.num_tokens, now_s, ended=True, exact=event.exact)
@@ -268,6 +290,13 @@ class EngineMirror:
                     completed=event.completed,
                 )
             )
+
+    def _return_blocks(self, event: RequestEnded, tracker: Tracker) -> None:
+        """Note that the blocks of a request that has ended are free, and were used now."""
+        models = self._models
+        if models is not None and models.blocks is not None:
+            num_tokens = tracker.engine.num_known_tokens(event.name) - tracker.engine.output_tokens(event.name)
+            models.blocks.end(event.name, max(0, num_tokens + event.num_tokens - 1) // models.config.block_size)
 
     def _apply_metrics(self, metrics: ScrapedMetrics, at_s: float) -> None:
         self._last_event_s = at_s
@@ -344,18 +373,25 @@ class EngineMirror:
         try:
             config = self._config()
             require_possible(options.profile, config)
-            tracker = Tracker(config, options.profile.step_time, max(0.0, self._engine_s(self._origin_s)))
+            blocks = None
+            if self._kv_events is not None and config.enable_prefix_caching and not config.kv_role:
+                blocks = KnownBlocks(self._kv_events)
+            tracker = Tracker(
+                config,
+                options.profile.step_time,
+                max(0.0, self._engine_s(self._origin_s)),
+                None if blocks is None else blocks.hit_tokens,
+            )
         except ValueError as error:
             raise NoModelError(f"engine settings: {error}") from None
-        twin = EngineReplica(
-            config, options.profile.step_time, options.residual, num_slots=2 * options.max_requests, track_blocks=False
-        )
+        twin = self._new_twin(config, tracks_blocks=blocks is not None)
         self._reports.append(MirrorStarted(config=config))
         self._models = EngineModels(
             config=config,
             tracker=tracker,
             twin=twin,
             forecaster=Forecaster(twin.engine),
+            blocks=blocks,
             unknown=UnknownRequests(tracker),
             reconciliation=TokenReconciliation(tracker, SKEW_S * options.speed),
         )
@@ -363,6 +399,30 @@ class EngineMirror:
         self._in_flight.clear()
         self._reserved.move_to(twin.engine)
         return self._models
+
+    def _new_twin(self, config: EngineConfig, *, tracks_blocks: bool) -> EngineReplica:
+        options = self._options
+        return EngineReplica(
+            config,
+            options.profile.step_time,
+            options.residual,
+            num_slots=2 * options.max_requests,
+            track_blocks=tracks_blocks,
+        )
+
+    def _update_twin(self, models: EngineModels, now_s: float) -> None:
+        """Set the model for forecasts to the state of the one that follows the engine."""
+        if models.twin.needs_replacement:
+            models.twin = self._new_twin(models.config, tracks_blocks=True)
+            models.forecaster = Forecaster(models.twin.engine)
+            self._reserved.move_to(models.twin.engine)
+        twin, engine = models.twin, models.tracker.engine
+        twin.engine.set_pace(models.tracker.correction.factor)
+        shown = engine.shown(self._options.records, self._predicted_lengths(models), now_s, twin.num_slots)
+        if models.blocks is not None:
+            requests = engine.shown_requests(twin.num_slots)
+            shown = models.blocks.complete(shown, requests, twin.engine.num_blocks, models.config.block_size)
+        twin.update(shown)
 
     def _tracker_of(self, name: str) -> Tracker | None:
         """Return the tracker if it has a request of this name."""

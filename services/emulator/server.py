@@ -25,6 +25,7 @@ from services.emulator.metrics import EngineMetrics, Exposition
 from services.emulator.openai import Served
 from services.emulator.settings import EmulatorSettings
 from services.http.server import answering, listening
+from services.kv_events.publisher import KvEventPublisher
 from services.logs import log_event
 from services.rpc.server import freeze_imported_objects, stop_signal
 from services.security.certificates import certificates_of
@@ -76,7 +77,11 @@ async def serving(
             side = sockets.enter_context(listening(host, settings.kv_side_channel_port, "kv_side_channel_port"))
             address = {"host": host, "port": side.getsockname()[1]}
             connector = EmulatedConnector(config, settings.model, VERSION, **address)
-        app = application(settings, config, profile, connector)
+        publisher = KvEventPublisher(settings.kv_events) if settings.kv_events.publishes else None
+        if publisher is not None:
+            sockets.callback(publisher.close)
+            publisher.start()
+        app = application(settings, config, profile, connector, publisher)
         driving = asyncio.create_task(app.driver.run())
         try:
             async with AsyncExitStack() as servers:
@@ -101,7 +106,11 @@ async def serving(
 
 
 def application(
-    settings: EmulatorSettings, config: EngineConfig, profile: Profile, connector: EmulatedConnector | None
+    settings: EmulatorSettings,
+    config: EngineConfig,
+    profile: Profile,
+    connector: EmulatedConnector | None,
+    kv_publisher: KvEventPublisher | None = None,
 ) -> Emulator:
     """Combine an engine, its driver and its HTTP surface."""
     clock = EngineClock(settings.speed)
@@ -131,6 +140,7 @@ def application(
         max_num_queued_reqs=settings.max_num_queued_reqs,
         connector=connector,
         exporter_with=exporter if settings.state_file else None,
+        kv_publisher=kv_publisher,
     )
     exposition = Exposition(metrics, engine.config, settings.model, connector.counts if connector else None)
     return Emulator(driver, served, exposition, max_body_bytes=settings.max_body_bytes)

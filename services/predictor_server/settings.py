@@ -12,6 +12,7 @@ from predictor.lengths import DEFAULT_RESIDUAL, RESIDUALS
 from predictor.suggestions import require_known
 from services.http.client import origin_of
 from services.http.limits import HttpLimits
+from services.kv_events.settings import KvEventSettings
 from services.predictor_server.profile_watch_settings import ProfileWatchSettings
 from services.security.exposure import require_tls_beyond_loopback
 from services.security.settings import NO_TLS, TlsSettings
@@ -46,6 +47,7 @@ class MirrorSettings:
             name="count_prompts",
         ),
     ] = True
+    kv_events: Annotated[KvEventSettings, Nested()] = field(default_factory=KvEventSettings)
     http: Annotated[HttpLimits, Nested()] = field(default_factory=HttpLimits)
     metrics_s: float = 0.5
     max_concurrency: int = 1024
@@ -69,6 +71,7 @@ class MirrorSettings:
             if not (math.isfinite(value) and value > 0):
                 raise ValueError(f"{name}: must be above 0, not {value}")
         EngineConfig(**self.engine)
+        self.kv_events.require_local(insecure=self.tls.insecure)
         if self.max_concurrency < 1:
             raise ValueError(f"max_concurrency: must be at least 1, not {self.max_concurrency}")
 
