@@ -43,6 +43,7 @@ class KvEventStream:
         self._has_started = False
         self._is_connected = True
         self._last_s = -math.inf  # publication of the last applied batch
+        self._former_s = -math.inf  # that of the engine before a restart
         self._last_digest = b""
         self._buffer: dict[int, KvEventBatch] = {}
         self._replay_start: int | None = None  # of the replay under way
@@ -70,6 +71,9 @@ class KvEventStream:
 
     def receive(self, sequence: int, batch: KvEventBatch) -> None:
         """Take a batch as it is published."""
+        if batch.published_s <= self._former_s:
+            self.counts.duplicates += 1
+            return
         if not self._has_started:
             if sequence > 0 and self._can_replay:
                 self._keep(sequence, batch)
@@ -86,7 +90,7 @@ class KvEventStream:
         if sequence == self._next:
             self._apply(batch)
             self._drain()
-        elif sequence in self._buffer:
+        elif sequence in self._buffer or batch.published_s < self._last_s:  # the latter: from before a restart
             self.counts.duplicates += 1
         else:
             self.counts.gaps += not self._buffer
@@ -163,7 +167,10 @@ class KvEventStream:
     def _drain(self) -> None:
         while (batch := self._buffer.pop(self._next, None)) is not None:
             self._apply(batch)
-        for number in [one for one in self._buffer if one < self._next]:
+        # what was published before is of the engine before a restart
+        for number in [
+            one for one, kept in self._buffer.items() if one < self._next or kept.published_s < self._last_s
+        ]:
             del self._buffer[number]
 
     def _keep(self, sequence: int, batch: KvEventBatch) -> None:
@@ -188,4 +195,4 @@ class KvEventStream:
         self._buffer.clear()
         self.cancel_replay()
         self._has_started, self._is_complete, self._next = False, False, 0
-        self._last_s, self._last_digest = -math.inf, b""
+        self._former_s, self._last_s, self._last_digest = self._last_s, -math.inf, b""

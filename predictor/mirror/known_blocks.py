@@ -133,7 +133,8 @@ class KnownBlocks:
             num_known = min(num_blocks, len(self._index.contents))
             contents[:num_known] = self._index.contents[:num_known]
             last_uses[:num_known] = self._index.last_uses[:num_known]
-        known = np.minimum(live["computed_tokens"], live["prompt_tokens"] + live["output_tokens"]) // block_size
+        num_tokens = shown.facts["prompt_tokens"] + live["output_tokens"]
+        known = np.minimum(live["computed_tokens"], num_tokens) // block_size
         live["full_blocks"] = np.where(np.arange(len(live)) < num_running, np.minimum(known, live["num_blocks"]), 0)
         tables, missing = self._tables(live[:num_running], requests, num_blocks)
         held = np.zeros(num_blocks, np.bool_)

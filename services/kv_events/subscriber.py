@@ -177,7 +177,7 @@ class KvEventSubscriber:
     # Repairs.
 
     async def _repair(self) -> None:
-        """Ask for what is missing at once, and for the end of the sequence once it has been quiet for a while."""
+        """Ask for what is missing at once, and for the last batches again whenever it is quiet."""
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._settings.check_s):
@@ -189,8 +189,8 @@ class KvEventSubscriber:
                 await self._replay_until_known()
 
     def _is_due(self) -> bool:
-        now_s = time.monotonic()
-        return self._checked_s <= self._activity_s <= now_s - self._settings.check_s
+        """Return whether nothing has come for a while: the last batches may be lost, or the engine replaced."""
+        return time.monotonic() - max(self._checked_s, self._activity_s) >= self._settings.check_s
 
     async def _wait_for_late(self) -> None:
         """Without replays, batches that come late close a gap, or nothing does."""

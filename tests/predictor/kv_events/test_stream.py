@@ -163,3 +163,15 @@ def test_the_buffer_behind_a_gap_is_bounded(monkeypatch: pytest.MonkeyPatch) -> 
             here.receive(number, batch)
     assert (here.state, here.counts.lost) == (PARTIAL, 2)
     require_below(here.index, oracle)
+
+
+def test_a_late_batch_of_an_engine_before_a_restart_is_ignored() -> None:
+    """Whether it comes before or after the new engine's batches."""
+    old, new, here = CacheOracle(random.Random(10)), CacheOracle(random.Random(11), started_s=1e6), stream()
+    for number in range(5):
+        here.receive(number, old.step())
+    late = old.step()
+    here.receive(0, new.step())
+    here.receive(5, late)
+    assert (here.state, here.counts.restarts, here.has_gap) == (COMPLETE, 1, False)
+    require_equal(here.index, new)
