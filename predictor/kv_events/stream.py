@@ -18,7 +18,8 @@ class StreamCounts:
 
     applied: int = 0
     duplicates: int = 0
-    replayed: int = 0
+    replays: int = 0  # complete ones: all that was published before is known
+    replayed: int = 0  # batches that only a replay brought
     gaps: int = 0  # sequence numbers that did not follow each other
     lost: int = 0  # gaps that could not be repaired
     restarts: int = 0
@@ -51,7 +52,7 @@ class KvEventStream:
         self._replayed: dict[int, KvEventBatch] = {}
 
     @property
-    def state(self) -> str:
+    def certainty(self) -> str:
         """What the index is worth: `complete`, `partial` (hits are at least these) or `unsure` (being repaired)."""
         if not self._has_started or not self._is_connected or self._buffer:
             return UNSURE
@@ -129,6 +130,7 @@ class KvEventStream:
         start, replayed, self._replay_start, self._replayed = self._replay_start, self._replayed, None, {}
         if start is None:
             return False
+        self.counts.replays += 1
         if self._shows_restart(start, replayed):
             self._restart()
             return True

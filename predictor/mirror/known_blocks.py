@@ -53,7 +53,7 @@ class KnownBlocks:
     @property
     def is_usable(self) -> bool:
         """Whether the contents are known at all."""
-        return self._stream.state != UNSURE
+        return self._stream.certainty != UNSURE
 
     def moment(self) -> int:
         """Return the present moment of the index."""

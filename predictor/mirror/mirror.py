@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from predictor.config import FETCHING_ROLES, EngineConfig
-from predictor.editable_engine import ShownRecords
-from predictor.engine_replica import EngineReplica
 from predictor.engine_view import EndedRequest, EngineView
-from predictor.forecast import Forecaster
 from predictor.indicators import EngineCounters
 from predictor.kv_events.stream import KvEventStream
 from predictor.mirror.events import (
@@ -29,19 +25,14 @@ from predictor.mirror.events import (
     TokensReceived,
     UnknownRequestsChanged,
 )
-from predictor.mirror.known_blocks import KnownBlocks
+from predictor.mirror.models import EngineModels, MirrorOptions
 from predictor.mirror.scraped_metrics import ScrapedMetrics
-from predictor.mirror.token_reconciliation import TokenReconciliation
 from predictor.mirror.tracker import Tracker
-from predictor.mirror.unknown_requests import UnknownRequests
-from predictor.profile import Profile
-from predictor.profile_check import require_possible
 from predictor.request import DECODE, SERVE, RequestFacts
 from predictor.reserved_requests import Length, ReportedLengths, ReservedRequests
 from predictor.snapshot import Snapshot
 
 MAX_EVENTS = 1 << 20  # that wait for the next view
-SKEW_S = 0.01  # between the tokens and the metrics of a moment: they come by different connections
 SILENT_S = 1.0  # after which a request whose tokens are overdue is assumed to wait
 SURPLUS_SCRAPES = 8  # in a row that count fewer requests than are known: the most silent ones have left the engine
 
@@ -52,32 +43,6 @@ class NoModelError(Exception):
 
 class InconsistentModelError(NoModelError):
     """The engine model became inconsistent and was discarded; the next view starts with an idle engine."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MirrorOptions:
-    """How to mirror an engine; `engine` are settings that override those of the engine and of the profile."""
-
-    profile: Profile
-    records: ShownRecords
-    engine: Mapping[str, int | float | bool | str | None]
-    residual: str
-    speed: float  # engine seconds per second
-    forget_s: float  # without progress for so long, an idle engine's pace is forgotten
-    max_requests: int
-
-
-@dataclass(slots=True, kw_only=True)
-class EngineModels:
-    """The models of one engine process: the tracker's follows the engine, the twin's makes forecasts."""
-
-    config: EngineConfig
-    tracker: Tracker
-    twin: EngineReplica
-    forecaster: Forecaster
-    blocks: KnownBlocks | None
-    unknown: UnknownRequests
-    reconciliation: TokenReconciliation
 
 
 @dataclass(slots=True, kw_only=True)
@@ -145,7 +110,7 @@ class EngineMirror:
             models.tracker.advance(now_s)
             if not models.tracker.requests and at_s - self._last_progress_s > self._options.forget_s:
                 models.tracker.reset_pace()
-            self._update_twin(models, now_s)
+            models.update_twin(self._options, self._predicted_lengths(models), self._reserved, now_s)
         except ValueError as error:
             self._models = self._view = None
             raise InconsistentModelError(str(error)) from None
@@ -371,58 +336,16 @@ class EngineMirror:
         if self._metrics is None and "num_gpu_blocks" not in options.engine:
             raise NoModelError("the engine's settings are not known yet: its /metrics have not been read")
         try:
-            config = self._config()
-            require_possible(options.profile, config)
-            blocks = None
-            if self._kv_events is not None and config.enable_prefix_caching and not config.kv_role:
-                blocks = KnownBlocks(self._kv_events)
-            tracker = Tracker(
-                config,
-                options.profile.step_time,
-                max(0.0, self._engine_s(self._origin_s)),
-                None if blocks is None else blocks.hit_tokens,
+            self._models = EngineModels.of_idle_engine(
+                self._config(), options, self._kv_events, max(0.0, self._engine_s(self._origin_s))
             )
         except ValueError as error:
             raise NoModelError(f"engine settings: {error}") from None
-        twin = self._new_twin(config, tracks_blocks=blocks is not None)
-        self._reports.append(MirrorStarted(config=config))
-        self._models = EngineModels(
-            config=config,
-            tracker=tracker,
-            twin=twin,
-            forecaster=Forecaster(twin.engine),
-            blocks=blocks,
-            unknown=UnknownRequests(tracker),
-            reconciliation=TokenReconciliation(tracker, SKEW_S * options.speed),
-        )
+        self._reports.append(MirrorStarted(config=self._models.config))
         self._view = None
         self._in_flight.clear()
-        self._reserved.move_to(twin.engine)
+        self._reserved.move_to(self._models.twin.engine)
         return self._models
-
-    def _new_twin(self, config: EngineConfig, *, tracks_blocks: bool) -> EngineReplica:
-        options = self._options
-        return EngineReplica(
-            config,
-            options.profile.step_time,
-            options.residual,
-            num_slots=2 * options.max_requests,
-            track_blocks=tracks_blocks,
-        )
-
-    def _update_twin(self, models: EngineModels, now_s: float) -> None:
-        """Set the model for forecasts to the state of the one that follows the engine."""
-        if models.twin.needs_replacement:
-            models.twin = self._new_twin(models.config, tracks_blocks=True)
-            models.forecaster = Forecaster(models.twin.engine)
-            self._reserved.move_to(models.twin.engine)
-        twin, engine = models.twin, models.tracker.engine
-        twin.engine.set_pace(models.tracker.correction.factor)
-        shown = engine.shown(self._options.records, self._predicted_lengths(models), now_s, twin.num_slots)
-        if models.blocks is not None:
-            requests = engine.shown_requests(twin.num_slots)
-            shown = models.blocks.complete(shown, requests, twin.engine.num_blocks, models.config.block_size)
-        twin.update(shown)
 
     def _tracker_of(self, name: str) -> Tracker | None:
         """Return the tracker if it has a request of this name."""

@@ -71,7 +71,7 @@ class KvEventMetrics:
         for kind, total in repairs.items():
             self._repairs.labels(self._instance, kind).inc(self._new(kind, total))
         for state in (COMPLETE, PARTIAL, UNSURE):
-            self._state.labels(self._instance, state).set(state == self._stream.state)
+            self._state.labels(self._instance, state).set(state == self._stream.certainty)
         index = self._stream.index
         for medium, num_blocks in {GPU: index.num_blocks, **index.num_offloaded()}.items():
             self._blocks.labels(self._instance, medium).set(num_blocks)

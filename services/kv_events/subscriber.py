@@ -46,7 +46,6 @@ class KvEventSubscriber:
     def __init__(self, settings: KvEventSettings, stream: KvEventStream, metrics: KvEventMetrics) -> None:
         """Follow the events at the settings' endpoints; `run` starts it."""
         self.stream = stream
-        self.num_checks = 0  # replays that have ended: all that was published before is applied
         self._settings = settings
         self._metrics = metrics
         self._context = zmq.asyncio.Context()
@@ -164,7 +163,7 @@ class KvEventSubscriber:
         self._metrics.update()
         if self.stream.needs_replay or self.stream.has_gap:
             self._changed.set()
-        if (state := self.stream.state) == self._state:
+        if (state := self.stream.certainty) == self._state:
             return
         was_known, self._state = bool(self._state), state
         level = logging.INFO if state == COMPLETE or not was_known else logging.WARNING
@@ -247,11 +246,9 @@ class KvEventSubscriber:
                 if frames[1] == END_OF_REPLAY:
                     break
                 self._take(frames, is_replay=True)
-            is_needed = self.stream.end_replay()
+            return self.stream.end_replay()
         finally:
             socket.close(linger=0)
-        self.num_checks += 1
-        return is_needed
 
 
 @asynccontextmanager

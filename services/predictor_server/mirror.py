@@ -27,7 +27,8 @@ from predictor.mirror.events import (
     RequestShown,
     UnknownRequestsChanged,
 )
-from predictor.mirror.mirror import EngineMirror, InconsistentModelError, MirrorOptions, NoModelError
+from predictor.mirror.mirror import EngineMirror, InconsistentModelError, NoModelError
+from predictor.mirror.models import MirrorOptions
 from predictor.mirror.scraped_metrics import parse_max_model_len, parse_metrics
 from predictor.profile import Profile
 from predictor.request import RequestFacts

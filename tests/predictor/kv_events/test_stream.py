@@ -49,10 +49,10 @@ def test_lost_repeated_and_reordered_batches_are_repaired(seed: int) -> None:
             here.receive(*late.pop())
         if draw.random() < 0.1 or (here.needs_replay and draw.random() < 0.5):
             replay(here, oracle)
-            assert here.state == COMPLETE
+            assert here.certainty == COMPLETE
             require_equal(here.index, oracle, 5)
     replay(here, oracle)
-    assert (here.state, here.needs_replay, here.has_gap) == (COMPLETE, False, False)
+    assert (here.certainty, here.needs_replay, here.has_gap) == (COMPLETE, False, False)
     require_equal(here.index, oracle)
 
 
@@ -74,7 +74,7 @@ def test_without_replays_it_promises_no_hit_that_is_not_there(seed: int) -> None
     require_below(here.index, oracle)
     fresh = CacheOracle(random.Random(-seed - 1), started_s=1e6)
     here.receive(0, fresh.step())
-    assert here.state == COMPLETE
+    assert here.certainty == COMPLETE
     require_equal(here.index, fresh)
 
 
@@ -84,9 +84,9 @@ def test_a_reordered_batch_closes_its_gap_without_a_replay() -> None:
     first, second, third = (oracle.step() for _ in range(3))
     here.receive(0, first)
     here.receive(2, third)
-    assert (here.state, here.has_gap) == (UNSURE, True)
+    assert (here.certainty, here.has_gap) == (UNSURE, True)
     here.receive(1, second)
-    assert (here.state, here.has_gap, here.counts.gaps, here.counts.lost) == (COMPLETE, False, 1, 0)
+    assert (here.certainty, here.has_gap, here.counts.gaps, here.counts.lost) == (COMPLETE, False, 1, 0)
     require_equal(here.index, oracle)
 
 
@@ -96,13 +96,13 @@ def test_what_the_engine_did_before_is_asked_for() -> None:
         oracle, here = CacheOracle(random.Random(2), clears=False), stream()
         for _ in range(20):
             oracle.step()
-        assert (here.state, here.needs_replay) == (UNSURE, True)
+        assert (here.certainty, here.needs_replay) == (UNSURE, True)
         replay(here, oracle, keeps=keeps)
-        assert here.state == state
+        assert here.certainty == state
         (require_equal if state == COMPLETE else require_below)(here.index, oracle)
     here = stream()
     replay(here, CacheOracle(random.Random(3)))
-    assert here.state == COMPLETE  # the engine has published nothing
+    assert here.certainty == COMPLETE  # the engine has published nothing
 
 
 def test_a_late_subscriber_without_replays_knows_a_part() -> None:
@@ -111,7 +111,7 @@ def test_a_late_subscriber_without_replays_knows_a_part() -> None:
     for _ in range(20):
         oracle.step()
     here.receive(20, oracle.step())
-    assert here.state == PARTIAL
+    assert here.certainty == PARTIAL
     require_below(here.index, oracle)
 
 
@@ -122,12 +122,12 @@ def test_a_restart_is_noticed_where_no_number_shows_it() -> None:
         for number in range(5):
             here.receive(number, oracle.step())
         here.disconnect()
-        assert (here.state, here.needs_replay) == (UNSURE, True)
+        assert (here.certainty, here.needs_replay) == (UNSURE, True)
         new = CacheOracle(random.Random(6), started_s=1e6)
         for _ in range(num_batches):
             new.step()
         replay(here, new)
-        assert (here.state, here.counts.restarts) == (COMPLETE, 1)
+        assert (here.certainty, here.counts.restarts) == (COMPLETE, 1)
         require_equal(here.index, new)
 
 
@@ -138,7 +138,7 @@ def test_a_connection_that_comes_back_to_the_same_engine_costs_nothing() -> None
         here.receive(number, oracle.step())
     here.disconnect()
     replay(here, oracle)
-    assert (here.state, here.counts.restarts, here.counts.replayed) == (COMPLETE, 0, 0)
+    assert (here.certainty, here.counts.restarts, here.counts.replayed) == (COMPLETE, 0, 0)
 
 
 def test_a_replay_that_breaks_off_changes_nothing() -> None:
@@ -161,7 +161,7 @@ def test_the_buffer_behind_a_gap_is_bounded(monkeypatch: pytest.MonkeyPatch) -> 
         batch = oracle.step()
         if number not in (3, 5):
             here.receive(number, batch)
-    assert (here.state, here.counts.lost) == (PARTIAL, 2)
+    assert (here.certainty, here.counts.lost) == (PARTIAL, 2)
     require_below(here.index, oracle)
 
 
@@ -173,5 +173,5 @@ def test_a_late_batch_of_an_engine_before_a_restart_is_ignored() -> None:
     late = old.step()
     here.receive(0, new.step())
     here.receive(5, late)
-    assert (here.state, here.counts.restarts, here.has_gap) == (COMPLETE, 1, False)
+    assert (here.certainty, here.counts.restarts, here.has_gap) == (COMPLETE, 1, False)
     require_equal(here.index, new)

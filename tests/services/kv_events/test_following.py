@@ -92,7 +92,7 @@ def cached(engine: Emulated) -> Counter[int]:
 def knows_all(here: Following, engine: Emulated) -> bool:
     """Return whether the index has exactly the blocks that the engine has."""
     contents = here.stream.index.contents
-    return here.stream.state == COMPLETE and Counter(contents[contents != 0].tolist()) == cached(engine)
+    return here.stream.certainty == COMPLETE and Counter(contents[contents != 0].tolist()) == cached(engine)
 
 
 async def work(engine: Emulated, draw: random.Random, num: int) -> None:
@@ -147,12 +147,12 @@ def test_a_late_subscriber_asks_for_what_was_before(tmp_path: Path) -> None:
             ):
                 await until(lambda: knows_all(full, engine))
                 deadline = time.monotonic() + PATIENCE_S
-                while part.stream.state != PARTIAL or not other.metric(
+                while part.stream.certainty != PARTIAL or not other.metric(
                     'block_kv_event_batches_total{instance="one",result="other_topic"}'
                 ):
                     assert time.monotonic() < deadline
                     await work(engine, random.Random(time.monotonic()), 1)
-                assert other.stream.state == UNSURE
+                assert other.stream.certainty == UNSURE
 
     run(test())
 
@@ -199,7 +199,7 @@ def test_a_mirror_forecasts_hits_exactly_over_a_bad_network(tmp_path: Path) -> N
 
     def settled(stream: KvEventStream, engine: Emulated) -> bool:
         contents = stream.index.contents
-        return stream.state == COMPLETE and Counter(contents[contents != 0].tolist()) == cached(engine)
+        return stream.certainty == COMPLETE and Counter(contents[contents != 0].tolist()) == cached(engine)
 
     with emulated(tmp_path, CONFIG, kv_events_config=json.dumps(endpoints(tmp_path)), **SMALL) as engine:
         run(test(engine))
@@ -237,7 +237,7 @@ def test_an_invalid_batch_is_one_line_and_harms_nothing(
                     await asyncio.sleep(0.05)
                 assert here.metric('block_kv_event_batches_total{instance="one",result="invalid"}') >= 3
                 assert here.metric('block_kv_events_unknown_total{instance="one"}') >= 1
-                assert here.stream.state == COMPLETE
+                assert here.stream.certainty == COMPLETE
         finally:
             context.destroy(linger=0)
 
