@@ -47,7 +47,7 @@ class KvEventIndex:
     def __init__(self, name_block: BlockNaming, short_name: ShortNaming, *, max_blocks: int = MAX_BLOCKS) -> None:
         """Start with an empty cache."""
         self._name_block = name_block
-        self._short_name = short_name
+        self.short_name = short_name  # of the name of a block
         self._max_blocks = max_blocks
         self.block_size = 0  # until it is known
         self.serial = 0  # changes with every change
@@ -88,7 +88,7 @@ class KvEventIndex:
         before, names = None, []
         for end in range(block_size, len(token_ids) + 1, block_size):
             before = self._name_block(before, token_ids[end - block_size : end], extra_keys)
-            names.append(self._short_name(before))
+            names.append(self.short_name(before))
         return names
 
     # What is cached.
@@ -185,7 +185,7 @@ class KvEventIndex:
             self.is_full = True
             return None
         name = self._name_block(None if before is None else before.name, tokens, extra_keys)
-        block = CachedBlock(name=name, short_name=self._short_name(name), parent=parent)
+        block = CachedBlock(name=name, short_name=self.short_name(name), parent=parent)
         self._blocks[engine_hash] = block
         self._by_name[block.short_name] = engine_hash
         if parent is not None:

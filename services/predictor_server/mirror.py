@@ -39,7 +39,7 @@ from services.engine_state import layout
 from services.http.client import HttpClient, Origin, origin_of
 from services.http.engine_client import engine_client
 from services.http.server import answering, listening
-from services.kv_events.metrics import KvEventMetrics
+from services.kv_events.metrics import KvEventCollectors, KvEventMetrics
 from services.kv_events.subscriber import stream_of, subscribed
 from services.logs import log_event
 from services.predictor_server.engine_source import DownError
@@ -214,7 +214,7 @@ async def mirroring(
         try:
             async with AsyncExitStack() as parts:
                 if stream is not None:
-                    counts = KvEventMetrics(registry, sidecar.instance_id, stream)
+                    counts = KvEventMetrics(KvEventCollectors(registry), sidecar.instance_id, stream)
                     await parts.enter_async_context(subscribed(settings.kv_events, stream, counts))
                 await parts.enter_async_context(answering(proxy, own, settings.drain_s, tls=tls))
                 log_event(log, logging.INFO, "proxying", engine_url=settings.engine_url, host=settings.host, port=port)

@@ -24,7 +24,7 @@ from predictor.config import EngineConfig
 from predictor.kv_events.stream import COMPLETE, PARTIAL, UNSURE, KvEventStream
 from predictor.request import RequestFacts
 from services.emulator.tokens import content_hashes, token_ids
-from services.kv_events.metrics import KvEventMetrics
+from services.kv_events.metrics import KvEventCollectors, KvEventMetrics
 from services.kv_events.settings import KvEventSettings
 from services.kv_events.subscriber import KvEventSubscriber, stream_of, subscribed
 from tests.services.emulator.running import Emulated, emulated
@@ -70,7 +70,7 @@ class Following:
 async def following(values: KvEventSettings) -> AsyncIterator[Following]:
     """Follow an engine's events while the block runs."""
     stream, registry = stream_of(values), CollectorRegistry()
-    async with subscribed(values, stream, KvEventMetrics(registry, "one", stream)) as subscriber:
+    async with subscribed(values, stream, KvEventMetrics(KvEventCollectors(registry), "one", stream)) as subscriber:
         yield Following(stream=stream, subscriber=subscriber, registry=registry)
 
 
