@@ -48,7 +48,6 @@ class KvEventSubscriber:
         self.stream = stream
         self._settings = settings
         self._metrics = metrics
-        self._context = zmq.asyncio.Context()
         self._rank: int | None = None
         self._changed = asyncio.Event()
         self._activity_s = time.monotonic()  # of the last batch, or change of the connection
@@ -60,32 +59,33 @@ class KvEventSubscriber:
     async def run(self) -> None:
         """Follow the events until cancelled."""
         self._changed.set()  # the engine may have published something before
-        socket = self._context.socket(zmq.SUB)
+        context = zmq.asyncio.Context()
+        try:
+            await self._follow(context)
+        finally:
+            context.destroy(linger=0)
+
+    async def _follow(self, context: zmq.asyncio.Context) -> None:
+        socket = context.socket(zmq.SUB)
         socket.set(zmq.RCVHWM, HIGH_WATER_MARK)
         socket.set(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         socket.set(zmq.RECONNECT_IVL_MAX, 2000)
         socket.set(zmq.TCP_KEEPALIVE, 1)
         monitor = socket.get_monitor_socket(CONNECTED | DISCONNECTED)
-        tasks: list[asyncio.Task[None]] = []
+        socket.subscribe(b"")  # other topics are noticed
+        socket.connect(self._settings.endpoint)
+        tasks = [
+            asyncio.create_task(self._receive(socket)),
+            asyncio.create_task(self._watch_connection(monitor)),
+            asyncio.create_task(self._repair(context)),
+        ]
         try:
-            socket.subscribe(b"")  # other topics are noticed
-            socket.connect(self._settings.endpoint)
-            tasks = [
-                asyncio.create_task(self._receive(socket)),
-                asyncio.create_task(self._watch_connection(monitor)),
-                asyncio.create_task(self._repair()),
-            ]
             await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             socket.disable_monitor()
-            socket.close(linger=0)
-
-    def close(self) -> None:
-        """Release the sockets' threads."""
-        self._context.destroy(linger=0)
 
     # Live batches.
 
@@ -175,7 +175,7 @@ class KvEventSubscriber:
 
     # Repairs.
 
-    async def _repair(self) -> None:
+    async def _repair(self, context: zmq.asyncio.Context) -> None:
         """Ask for what is missing at once, and for the last batches again whenever it is quiet."""
         while True:
             with suppress(TimeoutError):
@@ -185,7 +185,7 @@ class KvEventSubscriber:
             if not self._settings.replay_endpoint:
                 await self._wait_for_late()
             elif self.stream.needs_replay or self._is_due():
-                await self._replay_until_known()
+                await self._replay_until_known(context)
 
     def _is_due(self) -> bool:
         """Return whether nothing has come for a while: the last batches may be lost, or the engine replaced."""
@@ -199,10 +199,10 @@ class KvEventSubscriber:
         if self.stream.has_gap:
             self._give_up()
 
-    async def _replay_until_known(self) -> None:
+    async def _replay_until_known(self, context: zmq.asyncio.Context) -> None:
         while True:
             try:
-                is_needed = await self._replay()
+                is_needed = await self._replay(context)
                 self._num_futile, self._checked_s = 0, time.monotonic()
             except (TimeoutError, ValueError) as error:
                 self.stream.cancel_replay()
@@ -228,9 +228,9 @@ class KvEventSubscriber:
         self.stream.give_up()
         self._note_change()
 
-    async def _replay(self) -> bool:
+    async def _replay(self, context: zmq.asyncio.Context) -> bool:
         """Get a replay; return whether another one is needed. TimeoutError where the engine does not reply."""
-        socket = self._context.socket(zmq.DEALER)
+        socket = context.socket(zmq.DEALER)
         socket.set(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         socket.set(zmq.RCVHWM, HIGH_WATER_MARK)
         try:
@@ -264,4 +264,3 @@ async def subscribed(
         task.cancel()
         with suppress(asyncio.CancelledError):
             await task
-        subscriber.close()

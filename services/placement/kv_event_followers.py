@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
 
@@ -14,9 +13,7 @@ from services.instances import Instance
 from services.kv_events.metrics import KvEventCollectors, KvEventMetrics
 from services.kv_events.settings import KvEventSettings
 from services.logs import log_event
-
-if TYPE_CHECKING:
-    from services.kv_events.subscriber import KvEventSubscriber
+from services.supervised_task import supervised
 
 log = logging.getLogger(__name__)
 
@@ -70,13 +67,4 @@ class KvEventFollowers:
             self._collectors = KvEventCollectors(self._registry)
         stream = self.streams[name] = stream_of(settings)
         subscriber = KvEventSubscriber(settings, stream, KvEventMetrics(self._collectors, name, stream))
-        self._followed[name] = endpoints, asyncio.create_task(_run(subscriber))
-
-
-async def _run(subscriber: KvEventSubscriber) -> None:
-    from services.supervised_task import supervised
-
-    try:
-        await supervised("following KV events", subscriber.run)
-    finally:
-        subscriber.close()
+        self._followed[name] = endpoints, asyncio.create_task(supervised("following KV events", subscriber.run))
