@@ -15,6 +15,7 @@ from predictor.config import FETCHING_ROLES, HOLDING_ROLES, EngineConfig
 from predictor.lengths import DEFAULT_RESIDUAL
 from predictor.request import DECODE, LEGS, NO_TENANT, PREFILL, REAL_TIME, RequestFacts, tenant_number
 from predictor.snapshot import Memory
+from predictor.speculation import ExpectedDrafts
 from predictor.state import (
     FETCHING,
     FINISHED,
@@ -24,6 +25,7 @@ from predictor.state import (
     TO_FETCH,
     State,
     allocate,
+    expect_drafts,
     new_request,
     widen,
 )
@@ -125,6 +127,7 @@ class Engine:
         if not self.batcher.sorts_arrivals:
             self.state.engine[0].queue_by_priority = 0
         self.residual = residual
+        self.expected_drafts = self.config.configured_drafts
         self.slots: dict[str, int] = {}
         self.contents: dict[int | str, int] = {}  # shared contents by hash, numbered
         self._requests: list[RequestFacts | None] = [None] * len(self.state.requests)
@@ -288,6 +291,11 @@ class Engine:
         self.set_pace(pace)
         self.state.engine[0].region_pace = np.divide(by_region, pace)
 
+    def expect_drafts(self, drafts: ExpectedDrafts) -> None:
+        """Set what is expected of draft tokens, from the next step that ends on."""
+        expect_drafts(self.state, drafts)
+        self.expected_drafts = drafts
+
     def remember(self, memory: Memory) -> None:
         """Set what the local scheduler remembers."""
         head, clients = self.state.engine[0], self.state.clients
@@ -403,7 +411,8 @@ class Engine:
                 f"prompt_tokens: {request.prompt_tokens} leave no room for a response within max_model_len "
                 f"{self.config.max_model_len}"
             )
-        tokens = request.prompt_tokens + final_tokens
+        config = self.config
+        tokens = min(request.prompt_tokens + final_tokens + config.num_lookahead_tokens, config.max_model_len)
         needed = -(-tokens // self.config.block_size)
         if needed > self.num_blocks:
             raise ValueError(
@@ -414,7 +423,7 @@ class Engine:
         if self.tracks_blocks and request.prefix_hashes:
             self.know_contents(request.prefix_hashes)
         old = len(self._requests)
-        most_tokens = request.prompt_tokens + final_tokens
+        most_tokens = request.prompt_tokens + final_tokens + self.config.most_draft_tokens
         self.state = widen(
             self.state,
             num_slots=old if self._free_slots else old + 1,

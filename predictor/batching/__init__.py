@@ -63,6 +63,7 @@ class Batcher:
     sorts_arrivals: bool = True  # with priorities, the waiting queue is always sorted by them
     orders_queue: bool = False  # it orders the waiting requests itself, and may read all of them
     fetches: bool = False  # it serves decode legs, whose KV blocks are fetched
+    speculates: bool = False  # it schedules draft tokens
     plans: bool = False  # a real vLLM can carry its plans out
     estimates: bool = False  # it estimates step times
     max_clients: int = 0  # whose tokens it counts
@@ -139,6 +140,7 @@ BATCHERS = {
     "vllm_v1": Batcher(
         schedule=vllm_v1.schedule,
         fetches=True,
+        speculates=True,
         null_blocks=1,
         defaults={
             "enable_prefix_caching": True,
@@ -237,6 +239,8 @@ def settled(config: EngineConfig) -> EngineConfig:
         raise ValueError(f"kv_layout: {config.batcher} supports only {supported}, not {config.kv_layout}")
     if config.kv_role in FETCHING_ROLES and not batcher.fetches:
         raise ValueError(f"kv_role: {config.batcher} serves no decode legs, so it must be empty or kv_producer")
+    if config.speculative_method and not batcher.speculates:
+        raise ValueError(f"speculative_method: {config.batcher} does not schedule draft tokens, so it must be empty")
     fixed_by_layout = LAYOUT_RULES[config.kv_layout]
     for name, value in fixed_by_layout.items():
         if getattr(config, name) not in (None, value):

@@ -26,6 +26,8 @@ class RequestArrived:
     leg: str = SERVE  # as far as the request says
     token_ids: tuple[int, ...] = ()  # of the prompt, where the client sent them
     cached_at: int | None = None  # the moment of the index of cached blocks
+    prompt: int = 0  # the number of its prompt, where the client's request has several
+    sequence: int = 0  # the number of its response to that prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,8 +79,17 @@ class ModelLengthRead:
     max_model_len: int
 
 
-MirrorEvent = RequestArrived | PromptCounted | TokensReceived | RequestEnded | MetricsScraped | ModelLengthRead
-SETTINGS_EVENTS = (MetricsScraped, ModelLengthRead)  # these may have to be applied before any request
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionRead:
+    """The version of vLLM that the engine runs became known."""
+
+    version: str
+
+
+MirrorEvent = (
+    RequestArrived | PromptCounted | TokensReceived | RequestEnded | MetricsScraped | ModelLengthRead | VersionRead
+)
+SETTINGS_EVENTS = (MetricsScraped, ModelLengthRead, VersionRead)  # these may have to be applied before any request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from predictor.approximations import OFFLOADED_PREFIXES, PARTLY_KNOWN_PREFIXES, UNKNOWN_PREFIXES
 from predictor.editable_engine import EditableEngine
 from predictor.engine_replica import ReportedContents, ReportedState
-from predictor.kv_events.stream import UNSURE, KvEventStream
+from predictor.kv_events.stream import PARTIAL, UNSURE, KvEventStream
 
 MAX_LATE = 4096  # blocks of ended requests whose events have not come yet
 LATE_STORES = 256  # stores of other blocks after which such an event is no longer waited for
@@ -54,6 +55,14 @@ class KnownBlocks:
     def is_usable(self) -> bool:
         """Whether the contents are known at all."""
         return self._stream.certainty != UNSURE
+
+    @property
+    def approximations(self) -> tuple[str, ...]:
+        """What forecasts do not know of the engine's cache."""
+        if not self.is_usable:
+            return (UNKNOWN_PREFIXES,)
+        in_part = (PARTLY_KNOWN_PREFIXES,) if self._stream.certainty == PARTIAL else ()
+        return (*in_part, OFFLOADED_PREFIXES) if self._index.num_offloaded() else in_part
 
     def moment(self) -> int:
         """Return the present moment of the index."""

@@ -6,6 +6,7 @@ import math
 from collections import deque
 from dataclasses import dataclass, replace
 
+from predictor.approximations import REBUILT_STATE
 from predictor.config import FETCHING_ROLES, EngineConfig
 from predictor.engine_view import EndedRequest, EngineView
 from predictor.indicators import EngineCounters
@@ -24,13 +25,16 @@ from predictor.mirror.events import (
     RequestShown,
     TokensReceived,
     UnknownRequestsChanged,
+    VersionRead,
 )
 from predictor.mirror.models import EngineModels, MirrorOptions
 from predictor.mirror.scraped_metrics import ScrapedMetrics
 from predictor.mirror.tracker import Tracker
 from predictor.request import DECODE, SERVE, RequestFacts
+from predictor.request_group import Placeable
 from predictor.reserved_requests import Length, ReportedLengths, ReservedRequests
 from predictor.snapshot import Snapshot
+from predictor.speculation import approximations_of
 
 MAX_EVENTS = 1 << 20  # that wait for the next view
 SILENT_S = 1.0  # after which a request whose tokens are overdue is assumed to wait
@@ -125,6 +129,7 @@ class EngineMirror:
             serial=self._serial,
             transit=replace(self._options.profile.transit, outward_s=0.0),  # a step ends when its tokens are received
             counters=self._counter_values(models),
+            approximations=self._approximations(models),
         )
         return self._view
 
@@ -135,7 +140,7 @@ class EngineMirror:
         lengths, reserved = self._predicted_lengths(self._models), self._reserved.as_reserved()
         return self._models.tracker.engine.snapshot(lengths, reserved, view.now_s)
 
-    def reserve(self, request: RequestFacts, at_s: float) -> None:
+    def reserve(self, request: Placeable, at_s: float) -> None:
         """Add a request to the view that has not arrived yet; ValueError where the engine could never serve it."""
         view = self._view or self.view(at_s)
         if self._reserved.add(request, view.engine, view.arrival_s):
@@ -186,6 +191,10 @@ class EngineMirror:
                 if self._engine_settings.get("max_model_len") != event.max_model_len:
                     self._engine_settings["max_model_len"] = event.max_model_len
                     self._discard_outdated_models()
+            case VersionRead():
+                if self._engine_settings.get("vllm_version") != event.version:
+                    self._engine_settings["vllm_version"] = event.version
+                    self._discard_outdated_models()
             case MetricsScraped():
                 self._apply_metrics(event.metrics, at_s)
 
@@ -193,8 +202,10 @@ class EngineMirror:
         assert self._models is not None
         config, tracker, now_s = self._models.config, self._models.tracker, self._engine_s(at_s)
         room = min(config.max_model_len, tracker.engine.num_blocks * config.block_size) - arrival.prompt_tokens
-        self._reports.append(RequestShown(request_id=arrival.request_id))
-        self.release(arrival.request_id)
+        engine = self._models.twin.engine
+        if self._reserved.show(arrival.request_id, arrival.prompt, arrival.sequence, engine, at_s):
+            self._reports.append(RequestShown(request_id=arrival.request_id))
+        self._mark_changed()
         self._counters.count_arrivals(1, at_s)
         if not tracker.requests:
             self._last_progress_s = at_s
@@ -276,6 +287,9 @@ class EngineMirror:
             self._last_progress_s = at_s
         now_s = self._engine_s(at_s)
         models.tracker.advance(now_s)
+        if metrics.drafts is not None and models.drafts.observe(metrics.drafts):
+            models.tracker.engine.expect_drafts(models.drafts.expected)
+            models.twin.engine.expect_drafts(models.drafts.expected)
         models.reconciliation.reconcile(metrics, now_s)
         self._correct_requests(models, metrics, now_s)
         self._counters.update(
@@ -361,6 +375,10 @@ class EngineMirror:
             lengths[name] = self._lengths.of(arrival.request_id) or (arrival.known_tokens or 0, arrival.tag)
         lengths.update(models.unknown.lengths())
         return lengths
+
+    def _approximations(self, models: EngineModels) -> tuple[str, ...]:
+        drafts = approximations_of(models.config.speculative_method, models.drafts.expected)
+        return (REBUILT_STATE, *drafts, *models.approximations)
 
     def _counter_values(self, models: EngineModels) -> dict[str, float]:
         values = self._counters.values(self._options.speed)

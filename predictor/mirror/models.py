@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from predictor.approximations import UNKNOWN_PREFIXES
 from predictor.config import EngineConfig
 from predictor.editable_engine import ShownRecords
 from predictor.engine_replica import EngineReplica
@@ -17,6 +18,7 @@ from predictor.mirror.unknown_requests import UnknownRequests
 from predictor.profile import Profile
 from predictor.profile_check import require_possible
 from predictor.reserved_requests import Length, ReservedRequests
+from predictor.speculation import AcceptanceLearner
 
 SKEW_S = 0.01  # between the tokens and the metrics of a moment: they come by different connections
 
@@ -45,6 +47,7 @@ class EngineModels:
     blocks: KnownBlocks | None
     unknown: UnknownRequests
     reconciliation: TokenReconciliation
+    drafts: AcceptanceLearner
 
     @classmethod
     def of_idle_engine(
@@ -68,7 +71,15 @@ class EngineModels:
             blocks=blocks,
             unknown=UnknownRequests(tracker),
             reconciliation=TokenReconciliation(tracker, SKEW_S * options.speed),
+            drafts=AcceptanceLearner(config.configured_drafts),
         )
+
+    @property
+    def approximations(self) -> tuple[str, ...]:
+        """What forecasts of this engine do not know of its prefix cache."""
+        if not self.config.enable_prefix_caching:
+            return ()
+        return (UNKNOWN_PREFIXES,) if self.blocks is None else self.blocks.approximations
 
     def update_twin(
         self, options: MirrorOptions, lengths: Mapping[str, Length], reserved: ReservedRequests, now_s: float
@@ -76,6 +87,7 @@ class EngineModels:
         """Set the model for forecasts to the state of the one that follows the engine."""
         if self.twin.needs_replacement:
             self.twin = _twin_of(self.config, options, tracks_blocks=True)
+            self.twin.engine.expect_drafts(self.drafts.expected)
             self.forecaster = Forecaster(self.twin.engine)
             reserved.move_to(self.twin.engine)
         twin, engine = self.twin, self.tracker.engine

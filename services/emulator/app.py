@@ -14,11 +14,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
+from predictor.config import EngineConfig
 from predictor.request import SERVE
 from predictor.suggestions import require_known
 from services.emulator.audio import TranscriptReply
 from services.emulator.driver import Driver
 from services.emulator.errors import DetailError, VllmError, bad_value, not_fetched, unavailable
+from services.emulator.grammars import GrammarCompiler
 from services.emulator.jobs import Job
 from services.emulator.kv_transfers import Fetch
 from services.emulator.messages import MessagesReply
@@ -39,6 +41,7 @@ from services.emulator.openai import (
 from services.emulator.other_apis import OtherApis
 from services.emulator.replies import CompletionReply, ReplyWriter
 from services.emulator.responses import ResponsesReply, ResponseStore
+from services.emulator.several import SeveralResponses
 from services.emulator.side_channel import TransferError
 from services.emulator.transfer_params import RemoteBlocks
 from services.http.application import JSON, Application, Call, Endpoint, while_client_stays
@@ -51,7 +54,7 @@ from services.logs import log_event
 
 log = logging.getLogger(__name__)
 
-VERSION = "0.32.0+block.emulator"
+SURFACE = "0.32.0"  # the version of vLLM whose HTTP surface this is
 EVENTS: Headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
 METRICS: Headers = [(b"content-type", b"text/plain; version=1.0.0")]
 CONNECTION = "block.connection"  # an ASGI extension
@@ -80,6 +83,11 @@ class Faults:
         for name in ("hang", "refuse", "crash"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}: must be true or false, not {getattr(self, name)!r}")
+
+
+def version_of(config: EngineConfig) -> str:
+    """Return the version that an emulated engine reports: that of its scheduler's rules."""
+    return f"{(config.vllm_version or SURFACE).partition('+')[0]}+block.emulator"
 
 
 FAULT_NAMES = tuple(spec.name for spec in fields(Faults))
@@ -119,9 +127,18 @@ class Emulator(Application):
     error = VllmError
     name = "engine"
 
-    def __init__(self, driver: Driver, served: Served, exposition: Exposition, *, max_body_bytes: int) -> None:
+    def __init__(
+        self,
+        driver: Driver,
+        served: Served,
+        exposition: Exposition,
+        *,
+        max_body_bytes: int,
+        grammars: GrammarCompiler | None = None,
+    ) -> None:
         """Serve the engine of a driver."""
         super().__init__(limits=LIMITS)
+        self._grammars = GrammarCompiler(0.0) if grammars is None else grammars
         self.driver = driver
         self.served = served
         self._exposition = exposition
@@ -194,10 +211,17 @@ class Emulator(Application):
             await while_client_stays(self._serve(call, request), call.receive)
 
     async def _serve(self, call: Call, request: ParsedRequest) -> None:
+        arrived_s = None
+        if delay_s := self._grammars.delay_s(request.grammar):
+            arrived_s = self.driver.clock.now_s()
+            await asyncio.sleep(delay_s)
+        if request.choices:
+            await SeveralResponses(request, self.driver, EVENTS).serve(call, arrived_s)
+            return
         fetch = None
         if request.remote is not None:
             request, fetch = await self._with_blocks(call, request, request.remote)
-        job = self.driver.submit(request, fetch)
+        job = self.driver.submit(request, fetch, arrived_s=arrived_s)
         try:
             await (self._stream(call, job) if request.stream else self._reply_whole(call, job))
         finally:
@@ -282,7 +306,7 @@ class Emulator(Application):
         await call.reply(200 if is_healthy else 503, [], b"")
 
     async def _version(self, call: Call) -> None:
-        await call.reply(200, JSON, _json({"version": VERSION}))
+        await call.reply(200, JSON, _json({"version": version_of(self.driver.engine.config)}))
 
     async def _load(self, call: Call) -> None:
         await call.reply(200, JSON, _json({"server_load": self.driver.num_jobs}))

@@ -8,6 +8,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from operator import itemgetter
 from typing import Any
 
@@ -25,6 +26,7 @@ from services.emulator.kv_events import EmulatedKvEvents
 from services.emulator.kv_transfers import EmulatedConnector, Fetch
 from services.emulator.metrics import ABORTED, ERROR, EngineMetrics, Gauges
 from services.emulator.openai import CHAT, MESSAGE, ParsedRequest
+from services.emulator.speculation import DraftDraws
 from services.emulator.tokens import content_hashes
 from services.kv_events.publisher import KvEventPublisher
 from services.logs import log_event
@@ -60,6 +62,7 @@ class Driver:
         *,
         max_num_queued_reqs: int,
         connector: EmulatedConnector | None = None,
+        draws: DraftDraws | None = None,
         exporter_with: Callable[[ContentHashes | None], EngineStateExporter] | None = None,
         kv_publisher: KvEventPublisher | None = None,
     ) -> None:
@@ -69,6 +72,7 @@ class Driver:
         self.pace = pace
         self.metrics = metrics
         self.connector = connector
+        self.draws = draws  # of an engine with speculative decoding
         self.failure: VllmError | None = None
         self._contents = ContentHashes(engine) if engine.state.engine[0].prefix_caching else None
         self._exporter = exporter_with(self._contents) if exporter_with else None
@@ -115,15 +119,18 @@ class Driver:
         """Refuse a request that the engine cannot take now."""
         if self.failure is not None:
             raise self.failure
-        if self.num_jobs >= self._max_jobs:
+        if self.num_jobs + max(1, len(request.choices)) > self._max_jobs:
             self.metrics.refused(request.priority, self._service_facts(request.facts))
             raise busy()
 
-    def submit(self, request: ParsedRequest, fetch: Fetch | None = None) -> Job:
-        """Add a request now, a decode leg with its blocks on another engine; VllmError where it cannot be served."""
+    def submit(self, request: ParsedRequest, fetch: Fetch | None = None, *, arrived_s: float | None = None) -> Job:
+        """Add a request now, a decode leg with its blocks on another engine; VllmError where it cannot be served.
+
+        `arrived_s` is when the client's request arrived, where that was before.
+        """
         try:
             self.require_room(request)
-            job = self._add(request)
+            job = self._add(request, arrived_s)
         except VllmError:
             if fetch is not None and self.connector is not None:
                 self.connector.fetches.discard(fetch)
@@ -134,7 +141,7 @@ class Driver:
             self._wake()
         return job
 
-    def _add(self, request: ParsedRequest) -> Job:
+    def _add(self, request: ParsedRequest, arrived_s: float | None) -> Job:
         self._serial += 1
         is_chat = request.kind in (CHAT, MESSAGE)
         usual = f"chatcmpl-{request.request_id}" if is_chat else f"cmpl-{request.request_id}-0"
@@ -146,7 +153,7 @@ class Driver:
             self._contents.learn(hashes)
             if self._kv_events is not None:
                 self._kv_events.learn(token_ids)
-        arrival_s = self.clock.now_s()
+        added_s = self.clock.now_s()
         try:
             slot = self.engine.add(
                 RequestFacts(
@@ -156,7 +163,7 @@ class Driver:
                     output_tokens=request.answer.num_tokens,
                     max_tokens=request.max_tokens,
                     priority=request.priority,
-                    arrival_s=arrival_s,
+                    arrival_s=added_s,
                     prefix_hashes=hashes,
                     min_tokens=request.min_tokens or None,
                     leg=request.leg,
@@ -167,7 +174,13 @@ class Driver:
             raise bad_value(str(error)) from None
         self._bind_arrays()
         self._seen[slot] = 0
-        job = self._jobs[slot] = Job(request=request, engine_id=engine_id, slot=slot, serial=self._serial)
+        job = self._jobs[slot] = Job(
+            request=request,
+            engine_id=engine_id,
+            slot=slot,
+            serial=self._serial,
+            arrived_s=added_s if arrived_s is None else min(arrived_s, added_s),
+        )
         if self._exporter is not None:
             self._exporter.arrived(job, hashes)
         return job
@@ -260,6 +273,8 @@ class Driver:
         if self._kv_events is not None:
             self._kv_events.publish()
         if self._exporter is not None:
+            if self.draws is not None:
+                self._exporter.drafted(self.draws.counts)
             self._exporter.publish()
 
     def _skip_stopped_time(self) -> None:
@@ -290,6 +305,8 @@ class Driver:
 
     def _note_launched(self, number: int) -> None:
         index = (int(self._head["oldest"][0]) + int(self._head["num_in_flight"][0]) - 1) % 2
+        if self.draws is not None:
+            self.draws.draw(self.engine.state, index)
         start_s, end_s, *counts = RECORDED(self._steps[index].item())
         self._under_way.append((end_s, number, start_s, end_s - start_s, *counts))
 
@@ -297,7 +314,8 @@ class Driver:
         now_s = float(self._head["now_s"][0])
         while self._under_way and self._under_way[0][0] <= now_s:
             _, *row = self._under_way.popleft()
-            self.metrics.step(int(row[3]), int(row[4]))
+            # how many draft tokens are output is known when they are delivered
+            self.metrics.step(int(row[3]), int(row[4]) if self.draws is None else 0)
             if self._exporter is not None:
                 self._exporter.stepped(tuple(row))
 
@@ -308,6 +326,8 @@ class Driver:
         if not len(changed):
             return
         now_s = float(self._head["now_s"][0])
+        if self.draws is not None:
+            self.metrics.generated(int((rows["output_tokens"][changed] - seen[changed]).sum()))
         for slot, num_ready in zip(changed.tolist(), rows["output_tokens"][changed].tolist(), strict=True):
             self._jobs[slot].set_ready(num_ready)
         first = changed[seen[changed] == 0]
@@ -331,6 +351,7 @@ class Driver:
 
     def _note_first(self, slots: np.ndarray) -> None:
         rows = self._rows[slots]
+        arrived_s = np.array([self._jobs[slot].arrived_s for slot in slots.tolist()])
         num_fetched_tokens = 0
         for slot, num_hits, num_prompt in zip(
             slots.tolist(), rows["hit_tokens"].tolist(), rows["prompt_tokens"].tolist(), strict=True
@@ -342,7 +363,7 @@ class Driver:
                 num_fetched_tokens += num_prompt - num_hits
         num_prompt_tokens, num_hit_tokens = int(rows["prompt_tokens"].sum()), int(rows["hit_tokens"].sum())
         self.metrics.first_tokens(
-            rows["first_token_s"] - rows["arrival_s"], num_prompt_tokens, num_hit_tokens, num_fetched_tokens
+            rows["first_token_s"] - arrived_s, num_prompt_tokens, num_hit_tokens, num_fetched_tokens
         )
         if self._exporter is not None:
             self._exporter.started(num_prompt_tokens, num_hit_tokens)
@@ -356,7 +377,8 @@ class Driver:
             if self._rows["in_flight_tokens"][job.slot] > 0 or self.engine.fetch_end_s(job.engine_id) is not None:
                 still.append((job, reason))
                 continue
-            facts, outcome = self.engine.request_in(job.slot), self.engine.outcome(job.engine_id)
+            facts = self.engine.request_in(job.slot)
+            outcome = replace(self.engine.outcome(job.engine_id), arrival_s=job.arrived_s)
             del self._jobs[job.slot]
             self.metrics.ended(facts, outcome, reason, job.request.max_tokens)
             if self._exporter is not None:

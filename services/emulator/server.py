@@ -16,14 +16,16 @@ from predictor.engine import Engine
 from predictor.profile import Profile
 from predictor.request import DECODE, PREFILL, RequestFacts
 from services.emulator.answers import AnswerLengths
-from services.emulator.app import VERSION, ConnectionProtocol, Emulator
+from services.emulator.app import ConnectionProtocol, Emulator, version_of
 from services.emulator.clock import EngineClock, Pace
 from services.emulator.driver import Driver
 from services.emulator.exporter import ContentHashes, EngineStateExporter
+from services.emulator.grammars import GrammarCompiler
 from services.emulator.kv_transfers import EmulatedConnector
 from services.emulator.metrics import EngineMetrics, Exposition
 from services.emulator.openai import Served
 from services.emulator.settings import EmulatorSettings
+from services.emulator.speculation import DraftDraws
 from services.http.server import answering, listening
 from services.kv_events.publisher import KvEventPublisher
 from services.logs import log_event
@@ -76,7 +78,7 @@ async def serving(
             host = settings.kv_side_channel_host
             side = sockets.enter_context(listening(host, settings.kv_side_channel_port, "kv_side_channel_port"))
             address = {"host": host, "port": side.getsockname()[1]}
-            connector = EmulatedConnector(config, settings.model, VERSION, **address)
+            connector = EmulatedConnector(config, settings.model, version_of(config), **address)
         publisher = KvEventPublisher(settings.kv_events) if settings.kv_events.publishes else None
         if publisher is not None:
             sockets.callback(publisher.close)
@@ -120,10 +122,14 @@ def application(
         median_tokens=settings.output_median, spread=settings.output_spread, seed=settings.output_seed
     )
     served = Served(
-        model=settings.model, max_model_len=config.max_model_len, lengths=lengths, has_connector=connector is not None
+        model=settings.model,
+        max_model_len=config.max_model_len,
+        lengths=lengths,
+        has_connector=connector is not None,
+        max_num_requests=settings.max_num_queued_reqs,
     )
     metrics = EngineMetrics(max_model_len=config.max_model_len, speed=settings.speed)
-    about = {"model": settings.model, "profile": profile.name, "source": f"vllm {VERSION}"}
+    about = {"model": settings.model, "profile": profile.name, "source": f"vllm {version_of(config)}"}
 
     def exporter(contents: ContentHashes | None) -> EngineStateExporter:
         exported = contents if settings.export_contents else None
@@ -132,6 +138,7 @@ def application(
         except OSError as error:
             raise ValueError(f"state_file: {settings.state_file}: {error.strerror or error}") from None
 
+    draws = DraftDraws(engine.config, settings.seed) if engine.config.speculative_method else None
     driver = Driver(
         engine,
         clock,
@@ -139,11 +146,19 @@ def application(
         metrics,
         max_num_queued_reqs=settings.max_num_queued_reqs,
         connector=connector,
+        draws=draws,
         exporter_with=exporter if settings.state_file else None,
         kv_publisher=kv_publisher,
     )
-    exposition = Exposition(metrics, engine.config, settings.model, connector.counts if connector else None)
-    return Emulator(driver, served, exposition, max_body_bytes=settings.max_body_bytes)
+    exposition = Exposition(
+        metrics,
+        engine.config,
+        settings.model,
+        connector.counts if connector else None,
+        draws.counts if draws else None,
+    )
+    grammars = GrammarCompiler(settings.grammar_compile_s / clock.speed)
+    return Emulator(driver, served, exposition, max_body_bytes=settings.max_body_bytes, grammars=grammars)
 
 
 def warm(config: EngineConfig, profile: Profile) -> None:

@@ -144,8 +144,8 @@ class RequestForwarder:
                 context.migrations.give_back()
                 why = NO_INSTANCE
         if why:
-            assert attempt.stay is not None
-            context.requests.stays(attempt.stay, why)
+            assert attempt.tracked is not None
+            context.requests.cannot_move(attempt.tracked, why)
         return not why
 
     async def _destination(self) -> Destination:

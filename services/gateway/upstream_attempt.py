@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from protos.block.v1 import common_pb2
-from services.draining_requests import REMOVED, Stay
+from services.draining_requests import REMOVED, TrackedRequest
 from services.gateway.attainment import StreamAttainment
 from services.gateway.context import GatewayContext
 from services.gateway.destinations import LAST_RESORT, Destination
@@ -61,7 +61,7 @@ class UpstreamAttempt:
     is_stream: bool = False
     hand_over_s: float | None = None
     migration: str = ""  # why another engine continues the answer, or none does
-    stay: Stay | None = None  # at the instance, from sending to the end
+    tracked: TrackedRequest | None = None  # at the instance, from sending to the end
     sent_s: float | None = None
     is_forced: bool = False  # its instance is removed, and the request could not leave in time
 
@@ -125,7 +125,7 @@ class UpstreamAttempt:
             b"POST", origin, incoming.target, incoming.spans.headers_below(self._span, incoming.headers), len(body)
         )
         self._is_sent, self.sent_s = True, time.monotonic()
-        self.stay = self.context.requests.enter(self.destination.instance_id, self._leave, self._force)
+        self.tracked = self.context.requests.enter(self.destination.instance_id, self._leave, self._force)
         try:
             connection = await self.context.engines.send(origin, head, body, timeout_s)
         except ConnectError:
@@ -281,8 +281,8 @@ class UpstreamAttempt:
         if self._is_finished:
             return None
         self._is_finished = True
-        if self.stay is not None:
-            self.stay.end()
+        if self.tracked is not None:
+            self.tracked.end()
         if self._connection is not None:
             self._connection.release()
         self._ended = ending = self._ending()

@@ -11,7 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from predictor.approximations import UNKNOWN_PREFIXES
 from predictor.correction import Correction, CorrectionRule, RegionCorrection
+from predictor.engine import Engine
 from predictor.engine_replica import EngineReplica
 from predictor.engine_view import EndedRequest, EngineView
 from predictor.forecast import Forecaster
@@ -19,12 +21,14 @@ from predictor.indicators import EngineCounters
 from predictor.lengths import Tag
 from predictor.profile import NO_TRANSIT, Profile, load_profile
 from predictor.profile_check import StepCheck, require_possible
-from predictor.request import RequestFacts
+from predictor.request_group import Placeable
 from predictor.reserved_requests import ReportedLengths, ReservedRequests
 from predictor.snapshot import Snapshot
+from predictor.speculation import NO_DRAFTS, AcceptanceLearner, DraftTotals, approximations_of
 from predictor.step_time import region_of
+from predictor.vllm_versions import rules_for
 from protos.block.v1 import common_pb2
-from services.engine_state.identity import client_id
+from services.engine_state.identity import client_id, parts_of
 from services.engine_state.layout import REASONS
 from services.engine_state.reader import Reader
 from services.engine_state.snapshot import config_of, reported_state, snapshot_from_view
@@ -106,6 +110,7 @@ class ExportedEngine:
         self._transfers = Correction(rule=OF_TRANSFERS)
         self._num_fetched = 0
         self._counters = EngineCounters()
+        self._drafts = AcceptanceLearner(NO_DRAFTS)
         self._num_steps = self._num_outcomes = 0  # that have been read
         self._read_s = 0.0
         self._reserved = ReservedRequests()
@@ -134,7 +139,7 @@ class ExportedEngine:
         snapshot = snapshot_from_view(self._followed.view, self.lengths.as_tags())
         return replace(snapshot, reserved=self._reserved.as_reserved())
 
-    def reserve(self, request: RequestFacts) -> None:
+    def reserve(self, request: Placeable) -> None:
         """Add a request to the view that has not arrived yet; ValueError where the engine could never serve it."""
         view = self._view or self.refresh()
         if self._reserved.add(request, view.engine, view.arrival_s):
@@ -199,6 +204,7 @@ class ExportedEngine:
         self._note_arrivals(followed)
         self._correct_pace(followed)
         self._correct_transfers(followed)
+        self._learn_acceptance(followed)
         followed.replica.update(
             reported_state(
                 view,
@@ -220,6 +226,7 @@ class ExportedEngine:
             serial=0,
             transit=self._transit,
             counters=self._counters.values(view.clock_rate) | {"pace": self._correction.every.factor},
+            approximations=_approximations(followed.replica.engine),
         )
         return followed
 
@@ -232,12 +239,18 @@ class ExportedEngine:
         self._transit = profile.transit
         if view.life != self._life:
             log_event(log, logging.INFO, "engine found", source=view.settings.get("source"), profile=profile.name)
+            if not (rules := rules_for(config.vllm_version)).is_exact:
+                log_event(
+                    log, logging.WARNING, "engine's version is not known: the nearest rules are used",
+                    version=config.vllm_version, rules=rules.name,
+                )  # fmt: skip
             self._life = view.life
             self._num_steps = self._num_outcomes = 0
             self._correction = RegionCorrection()
             self._transfers, self._num_fetched = Correction(rule=OF_TRANSFERS), 0
             self._check = StepCheck(profile) if self._profile is not None else None
             self._counters = EngineCounters()
+            self._drafts = AcceptanceLearner(config.configured_drafts)
         replica = EngineReplica(
             config,
             profile.step_time,
@@ -255,6 +268,7 @@ class ExportedEngine:
             raise UnreadableError(CORRUPT, f"{self._reader.path}: has not been followed yet")
         engine_s = (now_s - float(view.state["clock_origin_s"])) * view.clock_rate
         engine_view.now_s = max(engine_view.now_s, engine_s)
+        self._shown += self._reserved.drop_unshown(followed.replica.engine, now_s)
         engine_view.overdue_s = followed.replica.late_s(engine_view.now_s) / view.clock_rate
         followed.replica.wait_until(engine_view.now_s)
         self._mark_changed()
@@ -278,14 +292,15 @@ class ExportedEngine:
         followed.serials[slots] = serials
         for slot in new.tolist():
             row = view.requests[slot]
-            name = _client_id(row)
+            name, prompt, sequence = parts_of(_engine_id(row))
             tokens, tag = self.lengths.of(name) or (0, None)
             followed.known_tokens[slot] = tokens
             followed.tag_median[slot], followed.tag_spread[slot] = _tag_of(row, tag)
             held_s = self._reserved.held_s(name)
             followed.held_s[slot] = np.nan if held_s is None else held_s
-            self._shown.append(name)
-            self.release(name)
+            if self._reserved.show(name, prompt, sequence, followed.replica.engine, time.monotonic()):
+                self._shown.append(name)
+            self._mark_changed()
         self._counters.count_arrivals(len(new), time.monotonic())
 
     def _correct_pace(self, followed: FollowedEngine) -> None:
@@ -329,6 +344,19 @@ class ExportedEngine:
                     )
         followed.replica.engine.set_transfer_pace(self._transfers.factor)
 
+    def _learn_acceptance(self, followed: FollowedEngine) -> None:
+        """Learn how many draft tokens the engine proposes and accepts."""
+        engine, state = followed.replica.engine, followed.view.state
+        if engine.config.speculative_method:
+            totals = DraftTotals(
+                num_drafts=int(state["num_drafts"]),
+                num_draft_tokens=int(state["num_draft_tokens"]),
+                num_chances=int(state["num_draft_chances"]),
+                accepted=tuple(state["num_accepted"].tolist()[: engine.config.num_speculative_tokens]),
+            )
+            if self._drafts.observe(totals) or engine.expected_drafts is not self._drafts.expected:
+                engine.expect_drafts(self._drafts.expected)
+
     def _forget_pace(self, followed: FollowedEngine, view: EngineView) -> None:
         """Return to the profile's pace: an engine that was slow gets no requests to show that it has recovered."""
         self._correction = RegionCorrection()
@@ -368,8 +396,15 @@ def alone_on_the_link(live: np.ndarray, slots: np.ndarray) -> list[int]:
     ]
 
 
-def _client_id(row: np.void) -> str:
-    return client_id(bytes(row["request_id"]).decode(errors="replace"))
+def _approximations(engine: Engine) -> tuple[str, ...]:
+    """Return what all forecasts of an engine approximate: without the contents of its blocks, hits are unknown."""
+    knows_hits = engine.tracks_blocks or not engine.config.enable_prefix_caching
+    drafts = approximations_of(engine.config.speculative_method, engine.expected_drafts)
+    return (*drafts, *(() if knows_hits else (UNKNOWN_PREFIXES,)))
+
+
+def _engine_id(row: np.void) -> str:
+    return bytes(row["request_id"]).decode(errors="replace")
 
 
 def _tag_of(row: np.void, reported: Tag | None) -> tuple[float, float]:
@@ -390,7 +425,7 @@ def _ended_request(row: np.void, clock_rate: float) -> EndedRequest:
         return (float(time_s) - arrival_s) / clock_rate if time_s >= arrival_s else None
 
     return EndedRequest(
-        request_id=_client_id(row),
+        request_id=client_id(_engine_id(row)),
         output_tokens=int(row["output_tokens"]),
         ttft_s=since_arrival_s(row["first_token_s"]),
         e2e_s=since_arrival_s(row["finished_s"]),

@@ -26,14 +26,16 @@ from predictor.mirror.events import (
     ModelLengthRead,
     RequestShown,
     UnknownRequestsChanged,
+    VersionRead,
 )
 from predictor.mirror.mirror import EngineMirror, InconsistentModelError, NoModelError
 from predictor.mirror.models import MirrorOptions
-from predictor.mirror.scraped_metrics import parse_max_model_len, parse_metrics
+from predictor.mirror.scraped_metrics import parse_max_model_len, parse_metrics, parse_version
 from predictor.profile import Profile
-from predictor.request import RequestFacts
+from predictor.request_group import Placeable
 from predictor.reserved_requests import ReportedLengths
 from predictor.snapshot import Snapshot
+from predictor.vllm_versions import release_of, rules_for
 from protos.block.v1 import common_pb2
 from services.engine_state import layout
 from services.http.client import HttpClient, Origin, origin_of
@@ -124,7 +126,7 @@ class MirroredEngine:
         with self._reporting():
             return self._mirror.snapshot(time.monotonic())
 
-    def reserve(self, request: RequestFacts) -> None:
+    def reserve(self, request: Placeable) -> None:
         """Add a request to the view that has not arrived yet; ValueError where the engine could never serve it."""
         with self._reporting():
             self._mirror.reserve(request, time.monotonic())
@@ -174,7 +176,8 @@ class MirroredEngine:
                     log, logging.INFO, "engine is mirrored from its traffic", profile=self._profile,
                     num_gpu_blocks=config.num_gpu_blocks, block_size=config.block_size,
                     max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens,
-                    max_model_len=config.max_model_len,
+                    max_model_len=config.max_model_len, version=config.vllm_version,
+                    rules=rules_for(config.vllm_version).name,
                 )  # fmt: skip
             case EngineRestarted(num_requests=num_requests):
                 log_event(log, logging.WARNING, "engine restarted", requests=num_requests)
@@ -228,7 +231,7 @@ async def mirroring(
 
 
 async def _scrape(settings: MirrorSettings, origin: Origin, source: MirroredEngine) -> None:
-    """Scrape the engine's /metrics at every interval, and its max_model_len whenever it may have restarted."""
+    """Scrape the engine's /metrics at every interval; its max_model_len and version whenever it may have restarted."""
     client = engine_client()
     could_scrape, has_length = True, False
     try:
@@ -236,6 +239,7 @@ async def _scrape(settings: MirrorSettings, origin: Origin, source: MirroredEngi
             try:
                 if not has_length:
                     await _read_max_model_len(client, origin, source)
+                    await _read_version(client, origin, source)
                     has_length = True
                 status, body = await client.get(
                     origin, b"/metrics", within_s=SCRAPE_TIMEOUT_S, max_bytes=MAX_METRICS_BYTES
@@ -260,3 +264,15 @@ async def _read_max_model_len(client: HttpClient, origin: Origin, source: Mirror
     status, body = await client.get(origin, b"/v1/models", within_s=SCRAPE_TIMEOUT_S)
     if status == 200 and (length := parse_max_model_len(body)) is not None:
         source.record(ModelLengthRead(max_model_len=length))
+
+
+async def _read_version(client: HttpClient, origin: Origin, source: MirroredEngine) -> None:
+    """Read vLLM's version; engines that have none, or another kind of one, keep the configured rules."""
+    status, body = await client.get(origin, b"/version", within_s=SCRAPE_TIMEOUT_S)
+    if status == 200 and (version := parse_version(body)):
+        try:
+            release_of(version)
+        except ValueError as error:
+            log_event(log, logging.WARNING, "engine's version is not understood", reason=str(error))
+        else:
+            source.record(VersionRead(version=version))
