@@ -336,6 +336,14 @@ BLOCK_WORDS = BLOCK.itemsize // 8
 NUM_WRITTEN = State._fields.index("facts")  # the loop writes the arrays before this one, and only reads the others
 
 
+def _set_version_rules(engine: np.record, config: EngineConfig) -> None:
+    """Set the rules in which versions of vLLM differ."""
+    rules = rules_for(config.vllm_version).rules
+    engine.spares_lone_prefill = rules.spares_lone_prefill
+    engine.holding_first = rules.holding_first or not engine.by_priority
+    engine.goes_on_after_self_preemption = rules.goes_on_after_self_preemption and engine.by_priority
+
+
 def allocate(
     config: EngineConfig,
     costs: Costs,
@@ -384,10 +392,7 @@ def allocate(
     engine.pipeline_depth = config.pipeline_depth
     engine.long_prefill_token_threshold = config.long_prefill_token_threshold
     engine.adaptive_threshold = config.long_prefill_token_threshold_adaptive
-    rules = rules_for(config.vllm_version).rules
-    engine.spares_lone_prefill = rules.spares_lone_prefill
-    engine.holding_first = rules.holding_first or not engine.by_priority
-    engine.goes_on_after_self_preemption = rules.goes_on_after_self_preemption and engine.by_priority
+    _set_version_rules(engine, config)
     engine.watermark_blocks = config.watermark_blocks
     engine.reserve_full_isl = config.scheduler_reserve_full_isl
     engine.estimator_factor = config.estimator_factor

@@ -1,8 +1,8 @@
 """vLLM v1 (0.28 to 0.33): running requests first, then waiting ones, within one token budget; preemption by recompute.
 
 Mirrors `Scheduler.schedule` and `KVCacheManager.allocate_slots` for text requests, with and without speculation; where
-versions differ, `vllm_versions` says how. A step with draft tokens never repeats itself, so an engine with speculation is
-never steady.
+versions differ, `vllm_versions` says how. A step with draft tokens never repeats itself, so an engine with speculation
+is never steady.
 """
 
 from __future__ import annotations

@@ -39,6 +39,8 @@ from services.emulator.openai import (
     request_from,
 )
 from services.emulator.other_apis import OtherApis
+from services.emulator.rank_metrics import RankExposition
+from services.emulator.ranks import RankDrivers
 from services.emulator.replies import CompletionReply, ReplyWriter
 from services.emulator.responses import ResponsesReply, ResponseStore
 from services.emulator.several import SeveralResponses
@@ -46,6 +48,7 @@ from services.emulator.side_channel import TransferError
 from services.emulator.transfer_params import RemoteBlocks
 from services.http.application import JSON, Application, Call, Endpoint, while_client_stays
 from services.http.client import Headers
+from services.http.data_parallel import rank_in
 from services.http.endpoints import errors_of
 from services.http.error_shape import ErrorShape
 from services.http.guarded_protocol import GuardedProtocol
@@ -129,9 +132,9 @@ class Emulator(Application):
 
     def __init__(
         self,
-        driver: Driver,
+        driver: Driver | RankDrivers,
         served: Served,
-        exposition: Exposition,
+        exposition: Exposition | RankExposition,
         *,
         max_body_bytes: int,
         grammars: GrammarCompiler | None = None,
@@ -194,11 +197,19 @@ class Emulator(Application):
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in call.headers}
         try:
             request = request_from(kind, data, headers, call.request_id, self.served)
+            request = replace(request, data_parallel_rank=self._rank_in(call))
             self.driver.require_room(request)
         except VllmError:
             self._free_remote(remote_blocks_in(data))
             raise
         await self.serve(call, request)
+
+    def _rank_in(self, call: Call) -> int | None:
+        """Read the data-parallel rank that a request names; the check is vLLM's."""
+        rank = rank_in(call.headers)
+        if rank is not None and not 0 <= rank < self.driver.num_ranks:
+            raise bad_value(f"data_parallel_rank {rank} is out of range [0, {self.driver.num_ranks}).")
+        return rank
 
     def require_serving(self) -> None:
         """Refuse a request while the fault `refuse` is set."""
@@ -312,7 +323,7 @@ class Emulator(Application):
         await call.reply(200, JSON, _json({"server_load": self.driver.num_jobs}))
 
     async def _metrics(self, call: Call) -> None:
-        await call.reply(200, METRICS, self._exposition.text(self.driver.gauges()))
+        await call.reply(200, METRICS, self._exposition.text())
 
     async def _show_faults(self, call: Call) -> None:
         _require_local(call)
@@ -325,7 +336,7 @@ class Emulator(Application):
         except ValueError as error:
             raise bad_value(str(error)) from None
         log_event(log, logging.WARNING, "faults set", **asdict(self._faults))
-        self.driver.pace.slow = self._faults.slow
+        self.driver.slow(self._faults.slow)
         self.driver.hang(hangs=self._faults.hang)
         await call.reply(200, JSON, _json(asdict(self._faults)))
         if self._faults.crash:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -186,15 +186,18 @@ class EngineMetrics:
 class Exposition(Collector):
     """Writes an engine's metrics as vLLM does."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what it writes
         self,
         metrics: EngineMetrics,
         config: EngineConfig,
         model: str,
         transfers: TransferCounts | None,
         drafts: DraftCounts | None = None,
+        *,
+        gauges: Callable[[], Gauges],
+        rank: int = 0,
     ) -> None:
-        """Label everything with the model.
+        """Label everything with the model and the rank.
 
         `transfers` are those of an engine with a KV connector, `drafts` those of one with speculative decoding.
         """
@@ -202,15 +205,14 @@ class Exposition(Collector):
         self._config = config
         self._transfers = transfers
         self._drafts = drafts
-        self._labels = {"engine": "0", "model_name": model}
+        self._labels = {"engine": str(rank), "model_name": model}
         self._started_s = time.time()
-        self._gauges: Gauges | None = None
+        self._gauges = gauges
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
 
-    def text(self, gauges: Gauges) -> bytes:
+    def text(self) -> bytes:
         """Return the present values in Prometheus' text format."""
-        self._gauges = gauges
         return generate_latest(self._registry)
 
     def describe(self) -> list[Metric]:
@@ -219,9 +221,7 @@ class Exposition(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics."""
-        gauges, metrics = self._gauges, self._metrics
-        if gauges is None:
-            return
+        gauges, metrics = self._gauges(), self._metrics
         yield self._gauge("num_requests_running", "Number of requests in model execution batches.", gauges.num_running)
         waiting = "Number of requests waiting to be processed."
         yield self._gauge("num_requests_waiting", waiting, gauges.num_waiting)
@@ -302,7 +302,7 @@ class Exposition(Collector):
             "block_size": config.block_size,
             "cache_dtype": "auto",
             "enable_prefix_caching": config.enable_prefix_caching,
-            "engine": "0",
+            "engine": self._labels["engine"],
             "num_gpu_blocks": config.num_gpu_blocks,
         }
         help_text = "Information of the LLMEngine CacheConfig"

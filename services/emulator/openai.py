@@ -109,6 +109,7 @@ class ParsedRequest:
     grammar: bytes = b""  # names the grammar of a structured output, which is compiled before
     num_prompts: int = 1
     choices: tuple[ParsedRequest, ...] = ()  # of which the engine makes a request each, where there are several
+    data_parallel_rank: int | None = None  # by its header
 
 
 def parsed(data: bytes) -> Any:

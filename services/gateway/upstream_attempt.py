@@ -17,6 +17,7 @@ from services.gateway.incoming import Incoming
 from services.gateway.metrics import ModelMetrics
 from services.http.client import ConnectError, Connection, Headers, request_head
 from services.http.continued_request import EarlierPart
+from services.http.data_parallel import with_rank
 from services.http.endpoints import UNPLACED
 from services.http.kv_transfer import decode_body, with_cached_tokens
 from services.http.prefill_leg import HeldBlocks, PrefillReply
@@ -122,7 +123,11 @@ class UpstreamAttempt:
             policy=self.destination.policy,
         )
         head = request_head(
-            b"POST", origin, incoming.target, incoming.spans.headers_below(self._span, incoming.headers), len(body)
+            b"POST",
+            origin,
+            incoming.target,
+            with_rank(incoming.spans.headers_below(self._span, incoming.headers), self.destination.rank),
+            len(body),
         )
         self._is_sent, self.sent_s = True, time.monotonic()
         self.tracked = self.context.requests.enter(self.destination.instance_id, self._leave, self._force)

@@ -77,9 +77,10 @@ def kv_events_config(text: str) -> KvEventsConfig:
 class KvEventPublisher:
     """Publishes batches within one event loop, and repeats the last ones for those who ask."""
 
-    def __init__(self, config: KvEventsConfig) -> None:
-        """Open the sockets; ValueError where an endpoint cannot be used."""
+    def __init__(self, config: KvEventsConfig, rank: int = 0) -> None:
+        """Open the sockets of a data-parallel rank; ValueError where an endpoint cannot be used."""
         self._topic = config.topic
+        self._rank = rank
         self._context = zmq.asyncio.Context()
         self.num_published = 0
         self._kept: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)
@@ -88,10 +89,12 @@ class KvEventPublisher:
         self._publishing.set(zmq.SNDHWM, config.hwm)
         self._replaying: zmq.asyncio.Socket | None = None
         try:
-            self._open(self._publishing, "endpoint", config.endpoint, binds=_is_bound(config.endpoint))
+            endpoint = _of_rank("endpoint", config.endpoint, rank)
+            self._open(self._publishing, "endpoint", endpoint, binds=_is_bound(endpoint))
             if config.replay_endpoint is not None:
                 self._replaying = self._context.socket(zmq.ROUTER)
-                self._open(self._replaying, "replay_endpoint", config.replay_endpoint, binds=True)
+                replay_endpoint = _of_rank("replay_endpoint", config.replay_endpoint, rank)
+                self._open(self._replaying, "replay_endpoint", replay_endpoint, binds=True)
         except ValueError:
             self.close()
             raise
@@ -110,7 +113,7 @@ class KvEventPublisher:
 
     def publish(self, published_s: float, events: Sequence[KvEvent]) -> None:
         """Publish the events of a step."""
-        payload = payload_of(KvEventBatch(published_s=published_s, events=tuple(events), rank=0))
+        payload = payload_of(KvEventBatch(published_s=published_s, events=tuple(events), rank=self._rank))
         with suppress(zmq.Again):  # beyond the high-water mark events are lost, as vLLM's are
             self._publishing.send_multipart(frames_of(self._topic, self.num_published, payload), zmq.NOBLOCK)
         self._kept.append((self.num_published, payload))
@@ -136,6 +139,16 @@ class KvEventPublisher:
                 if sequence >= start:
                     await socket.send_multipart([asker, b"", *frames_of(self._topic, sequence, payload)])
             await socket.send_multipart([asker, b"", b"", END_OF_REPLAY, b""])
+
+
+def _of_rank(field: str, endpoint: str, rank: int) -> str:
+    """Return the endpoint of a data-parallel rank, as vLLM: the next port for each; other addresses are of one rank."""
+    if rank == 0:
+        return endpoint
+    address, _, port = endpoint.rpartition(":")
+    if not (endpoint.startswith("tcp://") and port.isdecimal()):
+        raise ValueError(f"kv_events_config.{field}: {endpoint} must be tcp:// with a port, for several ranks")
+    return f"{address}:{int(port) + rank}"
 
 
 def _is_bound(endpoint: str) -> bool:

@@ -15,9 +15,10 @@ from protos.block.v1 import common_pb2, scheduler_pb2
 from scheduler.instances import OverloadedError
 from scheduler.placement import Placement
 from services.draining_requests import REMOVED, TrackedRequest
-from services.http.client import Connection, HttpClient, origin_of
+from services.http.client import ConnectError, Connection, HttpClient, origin_of
 from services.http.continuable import IDS_FIELD
 from services.http.continued_request import BY_TOKEN_IDS, OFF, EarlierPart, continued_request
+from services.http.data_parallel import rank_of, with_rank
 from services.http.engine_deaths import POISON, EngineDeaths
 from services.http.kv_transfer import KV_CONNECTORS
 from services.http.openai_body import OpenAIRequest
@@ -351,7 +352,16 @@ class Generation:
             if held is not None and not held.usable_after(error):
                 self._held = None
         self._excluded |= {failed_id}
+        if isinstance(error, ConnectError):
+            self._excluded |= self._ranks_beside(decision.instance)
         return failed_id
+
+    def _ranks_beside(self, instance: common_pb2.Instance) -> set[str]:
+        """Return the data-parallel ranks of an engine, which cannot be reached either where one cannot."""
+        if rank_of(instance) is None:
+            return set()
+        handles = self.driver.registry.handles()
+        return {one.name for one in handles if one.instance.engine_url == instance.engine_url}
 
     # Sending.
 
@@ -451,7 +461,7 @@ class Generation:
                 self.client,
                 origin_of(handle.instance.engine_url),
                 target=self._to_send.path,
-                headers=self.spans.traced(self._to_send, span).headers(),
+                headers=with_rank(self.spans.traced(self._to_send, span).headers(), handle.instance.data_parallel_rank),
                 body=self._to_send.body_for(handle.instance.models),
                 connector=KV_CONNECTORS[settings.kv_connector],
                 within_s=settings.first_token_s,

@@ -12,13 +12,16 @@ from typing import Any
 import numpy as np
 
 from predictor.approximations import UNKNOWN_PREFIXES
+from predictor.batching import is_compiled
 from predictor.correction import Correction, CorrectionRule, RegionCorrection
+from predictor.data_parallel import DataParallelRank
 from predictor.engine import Engine
 from predictor.engine_replica import EngineReplica
 from predictor.engine_view import EndedRequest, EngineView
 from predictor.forecast import Forecaster
 from predictor.indicators import EngineCounters
 from predictor.lengths import Tag
+from predictor.lockstep_forecast import LockstepForecaster
 from predictor.profile import NO_TRANSIT, Profile, load_profile
 from predictor.profile_check import StepCheck, require_possible
 from predictor.request_group import Placeable
@@ -67,13 +70,13 @@ class FollowedEngine:
     learned: np.ndarray  # by slot, the request whose fetch has ended, and has been compared with its prediction
 
     @classmethod
-    def with_replica(cls, view: View, replica: EngineReplica) -> FollowedEngine:
+    def with_replica(cls, view: View, replica: EngineReplica, forecaster: Forecaster) -> FollowedEngine:
         """Start without knowledge of the requests."""
         num_slots = len(view.live)
         return cls(
             view=view,
             replica=replica,
-            forecaster=Forecaster(replica.engine),
+            forecaster=forecaster,
             serials=np.zeros(num_slots, np.uint64),
             known_tokens=np.zeros(num_slots, np.int64),
             tag_median=np.full(num_slots, np.nan),
@@ -101,6 +104,7 @@ class ExportedEngine:
         self._forget_s = forget_s
         self._followed: FollowedEngine | None = None
         self._view: EngineView | None = None
+        self.rank: DataParallelRank | None = None
         self._life = 0
         self._serial = 0  # of views
         self._transit = NO_TRANSIT
@@ -259,7 +263,18 @@ class ExportedEngine:
             track_blocks=view.contents is not None,
         )
         self._reserved.move_to(replica.engine)
-        return FollowedEngine.with_replica(view, replica)
+        self.rank = _rank_of(view)
+        return FollowedEngine.with_replica(view, replica, self._forecaster_for(replica.engine))
+
+    def _forecaster_for(self, engine: Engine) -> Forecaster:
+        """Make a forecaster; that of a rank in lockstep heeds the other ranks."""
+        if self.rank is not None and self.rank.lockstep is not None and is_compiled(engine.batcher):
+            return LockstepForecaster(engine)
+        return Forecaster(engine)
+
+    def current(self) -> EngineView | None:
+        """Return the view as of the last refresh; None where the state is not known."""
+        return self._view
 
     def _advance(self, followed: FollowedEngine, now_s: float) -> EngineView:
         """Let the time since the last publication pass in the view."""
@@ -370,6 +385,12 @@ def _require(check: Callable[..., None], *arguments: Any) -> None:
         check(*arguments)
     except ValueError as error:
         raise UnreadableError(CORRUPT, str(error)) from None
+
+
+def _rank_of(view: View) -> DataParallelRank | None:
+    """Return which data-parallel rank an engine is; None where its engine has no others."""
+    table = view.settings.get("data_parallel")
+    return None if table is None else DataParallelRank.from_table(table)
 
 
 def _profile_of(view: View) -> Profile:

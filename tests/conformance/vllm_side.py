@@ -16,6 +16,7 @@ SPEC_SCRIPT = Path(__file__).with_name("spec_trace.py")
 LEGS_SCRIPT = Path(__file__).with_name("legs_trace.py")
 SAMPLING_SCRIPT = Path(__file__).with_name("sampling_trace.py")
 PLUGIN_SCRIPT = Path(__file__).with_name("plugin_trace.py")
+LOCKSTEP_SCRIPT = Path(__file__).with_name("lockstep_trace.py")
 
 
 def interpreter() -> Path:
@@ -49,6 +50,11 @@ def leg_traces(workloads: Iterable[dict[str, Any]]) -> list[str]:
 def sampling_traces(workloads: Iterable[dict[str, Any]]) -> list[str]:
     """Trace workloads of requests with several prompts and responses."""
     return _answers(workloads, SAMPLING_SCRIPT)
+
+
+def lockstep_traces(workloads: Iterable[dict[str, Any]]) -> list[str]:
+    """Trace workloads of engines with several ranks in lockstep."""
+    return _answers(workloads, LOCKSTEP_SCRIPT)
 
 
 def plugin_traces(workloads: Iterable[dict[str, Any]], installed: Path) -> list[str]:

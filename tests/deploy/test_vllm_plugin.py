@@ -20,6 +20,7 @@ import pytest
 import predictor
 import services.engine_state
 from predictor.config import EngineConfig
+from predictor.data_parallel import DataParallelRank, LockstepRules
 from predictor.lengths import DEFAULT_RESIDUAL
 from predictor.profile import load_profile
 from predictor.request import Slo
@@ -112,7 +113,7 @@ class Scheduler:
         )  # fmt: skip
         self.cache_config = SimpleNamespace(enable_prefix_caching=True)
         self.vllm_config = SimpleNamespace(
-            parallel_config=SimpleNamespace(data_parallel_index=0),
+            parallel_config=SimpleNamespace(data_parallel_index=0, data_parallel_size=1),
             model_config=SimpleNamespace(model="tiny"),
             max_concurrent_batches=1,
         )
@@ -516,6 +517,26 @@ def test_any_scheduler_class_stays_in_charge(wrapping: ModuleType) -> None:
     assert chosen.__mro__[1] is Scheduler
     assert chosen is Config().get_scheduler_cls()
     assert chosen.__name__ == "Scheduler"
+
+
+def test_ranks_in_lockstep_are_named_in_the_file(plugin: ModuleType) -> None:
+    """Those of a model with experts have the rules of their version; ranks of other models, and one rank, none."""
+    settings = importlib.import_module(f"{plugin.__name__}.settings")
+    parallel = SimpleNamespace(
+        data_parallel_index=1, data_parallel_size=4, data_parallel_master_ip="10.0.0.1", data_parallel_master_port=29550
+    )
+    config = SimpleNamespace(parallel_config=parallel, model_config=SimpleNamespace(is_moe=True))
+    early = DataParallelRank.from_table(settings.rank_settings(config)["data_parallel"])
+    assert early.lockstep == LockstepRules(sync_interval=32, syncs_first_step=False)
+    parallel.dp_sync_interval = 8
+    late = DataParallelRank.from_table(settings.rank_settings(config)["data_parallel"])
+    assert late == DataParallelRank(
+        rank=1, size=4, group="10.0.0.1:29550", lockstep=LockstepRules(sync_interval=8, syncs_first_step=True)
+    )
+    config.model_config.is_moe = False
+    assert DataParallelRank.from_table(settings.rank_settings(config)["data_parallel"]).lockstep is None
+    parallel.data_parallel_size = 1
+    assert settings.rank_settings(config) == {}
 
 
 def test_each_data_parallel_rank_has_its_file(path: Path, plugin: ModuleType) -> None:

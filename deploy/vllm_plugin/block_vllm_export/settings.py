@@ -13,6 +13,7 @@ from .vllm_version import chosen_rules, known_version, running_version
 
 DEFAULT_FILE = "/dev/shm/block/vllm.state"  # noqa: S108 - shared memory, in a folder that the writer creates as private
 DEFAULT_LEASE_S = 30  # vLLM 0.32 distributed/kv_transfer/kv_connector/v1/nixl/base_scheduler.py
+EARLY_SYNC_INTERVAL = 32  # vLLM 0.28 and 0.29 v1/engine/core.py `_has_global_unfinished_reqs`
 
 
 class UnsupportedError(ValueError):
@@ -46,6 +47,28 @@ def settings_of(scheduler: Any) -> dict[str, Any]:
         "engine": engine,
         "model": str(scheduler.vllm_config.model_config.model),
         "source": f"vllm {running_version()}",
+        **rank_settings(scheduler.vllm_config),
+    }
+
+
+def rank_settings(config: Any) -> dict[str, Any]:
+    """Return which data-parallel rank an engine core is, and how ranks of a model with experts step together.
+
+    Ranks of other models are independent engines to vLLM, which says no more of them than their number.
+    """
+    parallel = config.parallel_config
+    if parallel.data_parallel_size < 2:
+        return {}
+    rules = {"sync_interval": EARLY_SYNC_INTERVAL, "syncs_first_step": False}  # of 0.28 and 0.29
+    if (interval := getattr(parallel, "dp_sync_interval", None)) is not None:
+        rules = {"sync_interval": int(interval), "syncs_first_step": True}
+    return {
+        "data_parallel": {
+            "rank": int(parallel.data_parallel_index),
+            "size": int(parallel.data_parallel_size),
+            "group": f"{parallel.data_parallel_master_ip}:{parallel.data_parallel_master_port}",
+            **(rules if config.model_config.is_moe else {}),
+        }
     }
 
 
