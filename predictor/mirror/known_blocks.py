@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -67,6 +67,16 @@ class KnownBlocks:
     def moment(self) -> int:
         """Return the present moment of the index."""
         return self._index.moment()
+
+    @property
+    def num_offloaded(self) -> int:
+        """Number of blocks on off-loading tiers."""
+        return sum(self._index.num_offloaded().values())
+
+    @property
+    def offloaded_hits(self) -> Callable[[Sequence[int]], int] | None:
+        """How many leading blocks of a prompt are on off-loading tiers; None without such blocks."""
+        return self._index.offloaded_hits if self.num_offloaded and self.is_usable else None
 
     # Requests.
 

@@ -130,6 +130,7 @@ class EngineMirror:
             transit=replace(self._options.profile.transit, outward_s=0.0),  # a step ends when its tokens are received
             counters=self._counter_values(models),
             approximations=self._approximations(models),
+            offloaded_hits=None if models.blocks is None else models.blocks.offloaded_hits,
         )
         return self._view
 
@@ -386,6 +387,8 @@ class EngineMirror:
         if models.tracker.last_step_s > 0:
             values["step_s"] = models.tracker.last_step_s / self._options.speed
         values["num_unknown"] = float(self.num_unknown)
+        if models.blocks is not None:
+            values["num_offloaded_blocks"] = float(models.blocks.num_offloaded)
         if self._metrics is not None and self._metrics.fetching is not None:
             values["num_fetching"] = self._metrics.fetching
         return values
