@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 
@@ -97,7 +98,9 @@ class PromptPrefixes:
             index = stream.index
             if index.block_size and index.block_size * prompt.num_blocks != prompt.block_tokens:
                 continue  # the prompt's blocks are not the engine's
-            num_tokens = index.hits([index.short_name(name) for name in prompt.names]) * prompt.block_tokens
+            num_tokens = (
+                index.hits([index.short_name(cast("bytes", name)) for name in prompt.names]) * prompt.block_tokens
+            )
             column[row] = num_tokens if stream.certainty == COMPLETE else max(num_tokens, column[row])
 
     def sent(self, instance_id: str, prompt: PromptBlocks) -> None:

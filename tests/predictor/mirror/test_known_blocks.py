@@ -30,6 +30,7 @@ from tests.predictor.mirror.tracked_engine import A30, DELAY_S, RECORDS
 
 CONFIG = EngineConfig(max_num_seqs=8, max_num_batched_tokens=256, num_gpu_blocks=97, max_model_len=512)
 SIZE = CONFIG.block_size
+NUM_REQUESTS, COMPARED, VIEWED = 24, 0.1, 0.2  # the latter are shares of the steps
 
 
 def mirror_of(config: EngineConfig, stream: KvEventStream | None) -> EngineMirror:
@@ -54,7 +55,6 @@ class Beside:
     draw: random.Random = field(init=False)
     hits: list[tuple[int, int]] = field(default_factory=list)  # of candidates: the engine's, and the mirror's
     errors: list[float] = field(default_factory=list)  # of candidates' ends
-    num_evicted: int = 0
 
     def prompt(self, stems: list[list[int]]) -> list[int]:
         """Draw a prompt that begins as others do."""
@@ -72,7 +72,7 @@ class Beside:
         mirror = mirror_of(CONFIG, stream if self.has_events else None)
         stems = [[self.draw.randint(0, 9999) for _ in range(200)] for _ in range(4)]
         tokens: dict[str, tuple[list[int], list[int]]] = {}
-        arrivals = sorted(round(self.draw.uniform(0.0, 12.0), 6) for _ in range(40))
+        arrivals = sorted(round(self.draw.uniform(0.0, 6.0), 6) for _ in range(NUM_REQUESTS))
         for number in range(len(arrivals)):
             prompt, answer = self.prompt(stems), [self.draw.randint(0, 9999) for _ in range(self.draw.randint(2, 80))]
             tokens[f"r{number}"] = prompt, answer
@@ -97,7 +97,7 @@ class Beside:
                     return
                 arrival_s, name = waiting.pop(0)
                 self.add(engine, contents, events, mirror, name, tokens[name], arrival_s)
-            elif self.draw.random() < 0.1:
+            elif self.draw.random() < COMPARED:
                 self.compare(engine, mirror, stems, max(now_s + DELAY_S, float(head.now_s)))
         raise AssertionError("the engine does not end")
 
@@ -139,7 +139,8 @@ class Beside:
                 mirror.record(RequestEnded(name=name, num_tokens=count, completed=True), at_s)
                 del seen[name]
         engine.forget_finished()
-        mirror.view(at_s)
+        if self.draw.random() < VIEWED:
+            mirror.view(at_s)
 
     def compare(self, engine: Engine, mirror: EngineMirror, stems: list[list[int]], now_s: float) -> None:
         """Forecast a candidate by both."""
@@ -153,13 +154,13 @@ class Beside:
         self.errors.append(abs(ours.e2e_s - theirs.e2e_s) / theirs.e2e_s)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_its_forecasts_contain_the_hits_and_evictions_of_the_engine(seed: int) -> None:
     """Of candidates at random moments of a full engine; without events it knows none of them."""
     known, unknown = Beside(seed), Beside(seed, has_events=False)
     known.run()
     unknown.run()
-    assert len(known.hits) > 50
+    assert len(known.hits) > 20
     equal = np.mean([theirs == ours for theirs, ours in known.hits])
     assert equal >= 0.9, equal
     assert sum(theirs for theirs, _ in known.hits) > 0
