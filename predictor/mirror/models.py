@@ -58,11 +58,9 @@ class EngineModels:
         With KV events the contents of blocks are known, unless blocks go to other engines or come from them.
         """
         require_possible(options.profile, config)
-        blocks = None
-        if kv_events is not None and config.enable_prefix_caching and not config.kv_role:
-            blocks = KnownBlocks(kv_events)
+        twin = _twin_of(config, options, tracks_blocks=kv_events is not None and not config.kv_role)
+        blocks = KnownBlocks(kv_events) if kv_events is not None and twin.engine.tracks_blocks else None
         tracker = Tracker(config, options.profile.step_time, now_s, None if blocks is None else blocks.hit_tokens)
-        twin = _twin_of(config, options, tracks_blocks=blocks is not None)
         return cls(
             config=config,
             tracker=tracker,
@@ -77,7 +75,7 @@ class EngineModels:
     @property
     def approximations(self) -> tuple[str, ...]:
         """What forecasts of this engine do not know of its prefix cache."""
-        if not self.config.enable_prefix_caching:
+        if not self.tracker.engine.config.enable_prefix_caching:
             return ()
         return (UNKNOWN_PREFIXES,) if self.blocks is None else self.blocks.approximations
 

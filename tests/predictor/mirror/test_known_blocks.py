@@ -30,7 +30,7 @@ from tests.predictor.mirror.tracked_engine import A30, DELAY_S, RECORDS
 
 CONFIG = EngineConfig(max_num_seqs=8, max_num_batched_tokens=256, num_gpu_blocks=97, max_model_len=512)
 SIZE = CONFIG.block_size
-NUM_REQUESTS, COMPARED, VIEWED = 24, 0.1, 0.2  # the latter are shares of the steps
+NUM_REQUESTS, COMPARED, VIEWED = 24, 0.2, 0.2  # the latter are shares of the steps
 
 
 def mirror_of(config: EngineConfig, stream: KvEventStream | None) -> EngineMirror:
