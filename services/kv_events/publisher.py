@@ -65,9 +65,9 @@ def kv_events_config(text: str) -> KvEventsConfig:
         data: Any = json.loads(text) if text else {}
     except (ValueError, RecursionError) as error:
         raise ValueError(f"kv_events_config: is no JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise ValueError("kv_events_config: must be an object")
     try:
-        if not isinstance(data, dict):
-            raise ValueError("must be an object")
         require_known(data, [one.name for one in fields(KvEventsConfig)], "key")
         return KvEventsConfig(**data)
     except ValueError as error:
