@@ -10,6 +10,8 @@ GRAMMAR_COMPILATION = (
     "the grammar of a structured output is compiled in an estimated time, after which the request arrives"
 )
 UNKNOWN_PREFIXES = "hits in the prefix cache are unknown, and none is counted"
+PARTLY_KNOWN_PREFIXES = "hits in the prefix cache are known in part, because KV events were lost or came too late"
+OFFLOADED_PREFIXES = "blocks on off-loading tiers are counted as hits of their own, and forecast as computed again"
 REBUILT_STATE = "the state of the engine is rebuilt from the traffic through the sidecar"
 UNKNOWN_RANKS = "the steps of some other data-parallel ranks, which set the pace as well, are unknown"
 

@@ -26,16 +26,19 @@ class RequestArrived:
     priority: int = 0
     streamed: bool = False
     leg: str = SERVE  # as far as the request says
+    token_ids: tuple[int, ...] = ()  # of the prompt, where the client sent them
+    cached_at: int | None = None  # the moment of the index of cached blocks
     prompt: int = 0  # the number of its prompt, where the client's request has several
     sequence: int = 0  # the number of its response to that prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptCounted:
-    """The real prompt length of a request became known."""
+    """The real prompt length of a request became known, and its tokens where they matter."""
 
     name: str
     prompt_tokens: int
+    token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -35,6 +35,7 @@ from services.emulator.sglang import sglang_emulator
 from services.emulator.speculation import DraftDraws
 from services.engine_state.identity import rank_file
 from services.http.server import answering, listening
+from services.kv_events.publisher import KvEventPublisher
 from services.logs import log_event
 from services.rpc.server import freeze_imported_objects, stop_signal
 from services.security.certificates import certificates_of
@@ -86,7 +87,12 @@ async def serving(
             side = sockets.enter_context(listening(host, settings.kv_side_channel_port, "kv_side_channel_port"))
             address = {"host": host, "port": side.getsockname()[1]}
             connector = EmulatedConnector(config, settings.model, version_of(config), **address)
-        app = application(settings, config, profile, connector)
+        publishers: list[KvEventPublisher] = []
+        for rank in range(settings.data_parallel_size if settings.kv_events.publishes else 0):
+            publishers.append(KvEventPublisher(settings.kv_events, rank))
+            sockets.callback(publishers[-1].close)
+            publishers[-1].start()
+        app = application(settings, config, profile, connector, publishers)
         driving = asyncio.create_task(app.driver.run())
         try:
             async with AsyncExitStack() as servers:
@@ -111,7 +117,11 @@ async def serving(
 
 
 def application(
-    settings: EmulatorSettings, config: EngineConfig, profile: Profile, connector: EmulatedConnector | None
+    settings: EmulatorSettings,
+    config: EngineConfig,
+    profile: Profile,
+    connector: EmulatedConnector | None,
+    kv_publishers: Sequence[KvEventPublisher] = (),
 ) -> Emulator:
     """Combine an engine, its driver and its HTTP surface; each data-parallel rank has a driver of its own."""
     lengths = AnswerLengths(
@@ -135,6 +145,7 @@ def application(
             settings, config, profile, connector,
             DataParallelRank(rank=rank, size=size, group=group, lockstep=rules),
             clock if rules is not None else EngineClock(settings.speed),
+            kv_publishers[rank] if kv_publishers else None,
         )
         for rank in range(size)
     ]  # fmt: skip
@@ -158,6 +169,7 @@ def driver_of(  # noqa: PLR0913, PLR0917 - its parts
     connector: EmulatedConnector | None,
     rank: DataParallelRank,
     clock: EngineClock,
+    kv_publisher: KvEventPublisher | None,
 ) -> tuple[Driver, Exposition]:
     """Make an engine, or one rank of it, with its state file and its metrics."""
     # a lease is as long on the wall clock as that of any other engine
@@ -186,6 +198,7 @@ def driver_of(  # noqa: PLR0913, PLR0917 - its parts
         connector=connector,
         draws=draws,
         exporter_with=exporter if path else None,
+        kv_publisher=kv_publisher,
     )
     exposition = Exposition(
         metrics,

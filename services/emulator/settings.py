@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from predictor.mirror.engine_kinds import SGLANG, VLLM
+from services.kv_events.publisher import KvEventsConfig, kv_events_config
 from services.security.exposure import require_tls_beyond_loopback
 from services.security.settings import NO_TLS, TlsSettings
 from services.settings import PORTS, Option
@@ -61,6 +62,14 @@ class EmulatorSettings:
     kv_side_channel_port: Annotated[
         int, "Port of the side channel, which engines with a kv_role have; 0 selects any free port."
     ] = 0
+    kv_events_config: Annotated[
+        str,
+        Option(
+            "KV events that the engine publishes, as vLLM's option: JSON with enable_kv_cache_events, endpoint, "
+            "replay_endpoint and topic.",
+            metavar="JSON",
+        ),
+    ] = ""
     data_parallel_size: Annotated[
         int,
         "Number of data-parallel ranks that it serves at its port, each with a state file of its own, as vLLM. A "
@@ -93,3 +102,9 @@ class EmulatorSettings:
         if not self.model:
             raise ValueError("model: must have a name")
         require_tls_beyond_loopback(self.host, self.tls)
+        kv_events_config(self.kv_events_config)
+
+    @property
+    def kv_events(self) -> KvEventsConfig:
+        """The KV events that the engine publishes."""
+        return kv_events_config(self.kv_events_config)
