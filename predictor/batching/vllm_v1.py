@@ -1,11 +1,11 @@
 """vLLM v1 (0.32): running requests first, then waiting ones, within one token budget; preemption by recompute.
 
-Mirrors `Scheduler.schedule` and `KVCacheManager.allocate_slots` for text requests without speculation.
+Mirrors `Scheduler.schedule` and `KVCacheManager.allocate_slots`, without speculation.
 """
 
 from __future__ import annotations
 
-from predictor import blocks, queues, remote_kv, steps
+from predictor import adapters, blocks, encoder_inputs, queues, remote_kv, steps
 from predictor.compiled import kernel, small_kernel
 from predictor.state import FETCH_FAILED, FETCHED, TO_FETCH, State
 
@@ -17,9 +17,12 @@ def schedule(state: State) -> bool:
     """Fill the step; return whether the next one will decode all running requests, if none ends or arrives."""
     engine = state.engine[0]
     threshold = engine.long_prefill_token_threshold if engine.num_running + engine.num_waiting > 1 else 0
+    engine.encoder_tokens_left = engine.max_encoder_tokens
     budget, steady = schedule_running(state, engine.max_num_batched_tokens, threshold)
     if state.steps[steps.current(state)].num_preempted > 0:
         return False
+    if engine.max_loras > 0:
+        adapters.note_scheduled(state)
     return schedule_waiting(state, budget, threshold) and steady
 
 
@@ -37,15 +40,24 @@ def schedule_running(state: State, budget: int, threshold: int) -> tuple[int, bo
             continue
         num_tokens = uncomputed_tokens(state, slot, threshold, budget)
         num_tokens = min(num_tokens, engine.max_model_len - request.computed_tokens - 1)
+        has_inputs = encoder_inputs.has_some(state, slot)
+        if has_inputs:
+            num_tokens = encoder_inputs.limit(state, slot, request.computed_tokens, num_tokens)
         if num_tokens <= 0:
+            if has_inputs:
+                encoder_inputs.drop(state, slot)
             steady = False
             position += 1
             continue
         position, freed = make_room(state, position, slot, request.computed_tokens + num_tokens)
         budget += freed
         if position < 0:
+            if has_inputs:
+                encoder_inputs.drop(state, slot)
             return budget, False
         give_blocks(state, slot, request.computed_tokens + num_tokens)
+        if has_inputs:
+            encoder_inputs.commit(state, slot)
         steady = steady and goes_on_decoding(state, slot, request.computed_tokens + num_tokens)
         steps.assign(state, slot, num_tokens)
         budget -= num_tokens
@@ -107,10 +119,14 @@ def preempt_for(state: State, position: int, slot: int, num_tokens: int) -> tupl
         chosen = queues.lowest_ranked(state) if engine.by_priority else engine.num_running - 1
         if engine.defers_frees and state.requests[state.running[chosen]].in_flight_tokens > 0:
             return NO_VICTIM, freed
+        encoder_tokens = 0
+        if encoder_inputs.has_some(state, state.running[chosen]):
+            encoder_tokens = encoder_inputs.tokens_in_step(state, state.running[chosen])
         victim = queues.preempt(state, chosen)
         if victim == slot:
             return PREEMPTED_ITSELF, freed
         freed += steps.unassign(state, victim)
+        engine.encoder_tokens_left += encoder_tokens
         if chosen < position:
             position -= 1
     return position, freed
@@ -125,7 +141,7 @@ def give_blocks(state: State, slot: int, num_tokens: int) -> None:
 
 
 @kernel
-def schedule_waiting(state: State, budget: int, threshold: int) -> bool:
+def schedule_waiting(state: State, budget: int, threshold: int) -> bool:  # noqa: C901, PLR0912, PLR0915 - as vLLM's
     """Admit from the head of the queue until seats, budget or blocks run out.
 
     Returns whether the next step will admit no request, and those admitted now will all decode in it.
@@ -145,12 +161,17 @@ def schedule_waiting(state: State, budget: int, threshold: int) -> bool:
             steady = False
             position += 1
             continue
+        if engine.max_loras > 0 and adapters.must_wait(state, slot):
+            position += 1
+            continue
         if engine.fetches and request.num_blocks > 0:
             num_tokens = continue_fetched(state, position, slot, threshold, budget)
             if num_tokens == 0:
                 return steady and engine.chunked_prefill
             steady = steady and goes_on_decoding(state, slot, request.computed_tokens + num_tokens)
             budget -= num_tokens
+            if engine.max_loras > 0:
+                adapters.note(state, slot)
             continue
         num_hits = blocks.find_hits(state, slot)
         if request.stage == TO_FETCH:
@@ -165,12 +186,24 @@ def schedule_waiting(state: State, budget: int, threshold: int) -> bool:
         if not engine.chunked_prefill and remaining > budget:
             return False
         num_tokens = min(remaining, budget)
+        has_inputs = encoder_inputs.has_some(state, slot)
+        if has_inputs:
+            num_tokens = encoder_inputs.limit(state, slot, computed, num_tokens)
+            if num_tokens <= 0:
+                encoder_inputs.drop(state, slot)
+                return False
         if not fits(state, slot, num_hits, computed + num_tokens):
+            if has_inputs:
+                encoder_inputs.release(state, slot)
             # with fewer hits the first chunk needs fewer blocks: it may fit after decodes have evicted some hits
             return steady and (num_hits == 0 or engine.reserve_full_isl == 1)
         queues.admit(state, position, computed)
         blocks.adopt_hits(state, slot, num_hits)
         give_blocks(state, slot, computed + num_tokens)
+        if has_inputs:
+            encoder_inputs.commit(state, slot)
+        if engine.max_loras > 0:
+            adapters.note(state, slot)
         steady = steady and goes_on_decoding(state, slot, computed + num_tokens)
         steps.assign(state, slot, num_tokens)
         budget -= num_tokens

@@ -15,6 +15,7 @@ from predictor.config import FETCHING_ROLES, HOLDING_ROLES, EngineConfig
 from predictor.engine import Engine
 from predictor.profile import Profile
 from predictor.request import DECODE, PREFILL, RequestFacts
+from services.emulator.adapters import ServedAdapters, modules_from
 from services.emulator.answers import AnswerLengths
 from services.emulator.app import VERSION, ConnectionProtocol, Emulator
 from services.emulator.clock import EngineClock, Pace
@@ -110,8 +111,13 @@ def application(
     lengths = AnswerLengths(
         median_tokens=settings.output_median, spread=settings.output_spread, seed=settings.output_seed
     )
+    adapters = ServedAdapters(settings.model, bool(config.max_loras), modules_from(settings.lora_modules))
     served = Served(
-        model=settings.model, max_model_len=config.max_model_len, lengths=lengths, has_connector=connector is not None
+        model=settings.model,
+        max_model_len=config.max_model_len,
+        lengths=lengths,
+        has_connector=connector is not None,
+        adapters=adapters.paths,
     )
     metrics = EngineMetrics(max_model_len=config.max_model_len, speed=settings.speed)
     about = {"model": settings.model, "profile": profile.name, "source": f"vllm {VERSION}"}
@@ -132,13 +138,24 @@ def application(
         connector=connector,
         exporter_with=exporter if settings.state_file else None,
     )
+    for name in adapters.paths:
+        driver.load_adapter(name)
     exposition = Exposition(metrics, engine.config, settings.model, connector.counts if connector else None)
-    return Emulator(driver, served, exposition, max_body_bytes=settings.max_body_bytes)
+    return Emulator(driver, served, exposition, max_body_bytes=settings.max_body_bytes, adapters=adapters)
+
+
+def with_adapters(config: EngineConfig, *, enabled: bool) -> EngineConfig:
+    """Return the settings of an engine that serves LoRA adapters, or serves none."""
+    if not enabled and config.max_loras:
+        raise ValueError(f"max_loras: {config.max_loras} needs enable_lora")
+    return replace(config, max_loras=config.max_loras or 1) if enabled else config
 
 
 def warm(config: EngineConfig, profile: Profile) -> None:
     """Compile, or load, every kernel that serving needs, before a request waits for it."""
     engine = Engine(config, profile.step_time)
+    if config.max_loras:
+        engine.load_adapter("warm")
     for number in range(2):
         engine.add(RequestFacts(request_id=str(number), prompt_tokens=1, output_tokens=2))
     engine.advance(0.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
+from services.emulator.adapters import modules_from
 from services.security.exposure import require_tls_beyond_loopback
 from services.security.settings import NO_TLS, TlsSettings
 from services.settings import PORTS, Option
@@ -51,6 +52,10 @@ class EmulatorSettings:
     kv_side_channel_port: Annotated[
         int, "Port of the side channel, which engines with a kv_role have; 0 selects any free port."
     ] = 0
+    enable_lora: Annotated[bool, "Serve LoRA adapters: max_loras of them, 1 by default, in one step."] = False
+    lora_modules: Annotated[
+        tuple[str, ...], Option("LoRA adapter that is served from the start, as NAME=PATH. Repeatable.")
+    ] = ()
     drain_s: Annotated[float, "Maximum time to wait at shutdown for requests in progress, in seconds."] = 30.0
     tls: TlsSettings = NO_TLS
 
@@ -64,6 +69,8 @@ class EmulatorSettings:
                 raise ValueError(f"{name}: must be at least 1, not {getattr(self, name)}")
         if not self.drain_s >= 0:
             raise ValueError(f"drain_s: must be a time from 0 on, not {self.drain_s}")
+        if modules_from(self.lora_modules) and not self.enable_lora:
+            raise ValueError("lora_modules: need enable_lora")
         if not self.model:
             raise ValueError("model: must have a name")
         require_tls_beyond_loopback(self.host, self.tls)

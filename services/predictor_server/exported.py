@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from predictor.adapter_times import AdapterTimes
 from predictor.correction import Correction, CorrectionRule, RegionCorrection
 from predictor.engine_replica import EngineReplica
 from predictor.engine_view import EndedRequest, EngineView
@@ -40,6 +41,7 @@ STEP_SUMS = (
     "decode_longest",
 )  # fmt: skip
 
+ADAPTER_LOADS = ("adapter_loads", "adapter_activations")
 OF_TRANSFERS = CorrectionRule(momentum=0.8, lowest=0.05, highest=50.0)  # a link's bandwidth is configured by guess
 FULL_READ_S = 0.25  # how often a file that does not change is read to learn whether its engine has ended
 COMPLETED = {REASONS.index("stop"), REASONS.index("length")}
@@ -104,6 +106,7 @@ class ExportedEngine:
         self._correction = RegionCorrection()
         self._corrected_s = 0.0
         self._transfers = Correction(rule=OF_TRANSFERS)
+        self._adapter_times = AdapterTimes()
         self._num_fetched = 0
         self._counters = EngineCounters()
         self._num_steps = self._num_outcomes = 0  # that have been read
@@ -236,6 +239,7 @@ class ExportedEngine:
             self._num_steps = self._num_outcomes = 0
             self._correction = RegionCorrection()
             self._transfers, self._num_fetched = Correction(rule=OF_TRANSFERS), 0
+            self._adapter_times = AdapterTimes(load_s=config.lora_load_s, activate_s=config.lora_activate_s)
             self._check = StepCheck(profile) if self._profile is not None else None
             self._counters = EngineCounters()
         replica = EngineReplica(
@@ -295,10 +299,17 @@ class ExportedEngine:
             self._num_steps = num_steps
             self._corrected_s = time.monotonic()
             records = self._reader.new_steps()
-            for real_s, sums in zip(records["seconds"].tolist(), records[list(STEP_SUMS)].tolist(), strict=True):
+            for real_s, sums, loads in zip(
+                records["seconds"].tolist(),
+                records[list(STEP_SUMS)].tolist(),
+                records[list(ADAPTER_LOADS)].tolist(),
+                strict=True,
+            ):
                 step = dict(zip(STEP_SUMS, sums, strict=True))
                 predicted_s = followed.replica.step_seconds(**step)
-                if predicted_s is not None:
+                if predicted_s is not None and any(loads):
+                    self._learn_adapter_times(real_s - predicted_s * self._correction.every.factor, *loads)
+                elif predicted_s is not None:
                     region = region_of(step["num_tokens"], step["num_decodes"], step["num_prefills"])
                     self._correction = self._correction.observe(region, predicted_s=predicted_s, real_s=real_s)
                     if self._check is not None:
@@ -308,6 +319,14 @@ class ExportedEngine:
         if self._check is not None:
             _require(self._check.require_close)
         followed.replica.engine.set_region_paces(self._correction.every.factor, self._correction.factors)
+        if followed.replica.engine.config.max_loras:
+            followed.replica.engine.set_adapter_times(self._adapter_times.load_s, self._adapter_times.activate_s)
+
+    def _learn_adapter_times(self, extra_s: float, num_loads: int, num_activations: int) -> None:
+        """Learn from a step that loaded adapters; its duration says nothing about the pace of others."""
+        self._adapter_times = self._adapter_times.observe(
+            num_loads=num_loads, num_activations=num_activations, extra_s=extra_s
+        )
 
     def _correct_transfers(self, followed: FollowedEngine) -> None:
         """Compare the fetches that have ended with their duration by the engine's configuration."""

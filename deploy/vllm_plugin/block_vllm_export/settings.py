@@ -66,7 +66,16 @@ def engine_settings(scheduler: Any) -> dict[str, Any]:
         "watermark": float(rules.watermark),
         "scheduler_reserve_full_isl": bool(rules.scheduler_reserve_full_isl),
         **transfer_settings(scheduler),
+        **({} if getattr(scheduler, "block_planner", None) else adapter_settings(scheduler)),
     }
+
+
+def adapter_settings(scheduler: Any) -> dict[str, Any]:
+    """Return the limits of LoRA adapters; nothing for an engine that serves none, or whose steps a rule fills."""
+    lora = getattr(scheduler, "lora_config", None)
+    if lora is None:
+        return {}
+    return {"max_loras": int(lora.max_loras), "max_cpu_loras": int(lora.max_cpu_loras or lora.max_loras)}
 
 
 def transfer_settings(scheduler: Any) -> dict[str, Any]:

@@ -412,6 +412,8 @@ class Request(_message.Message):
     LENGTH_QUANTILES_FIELD_NUMBER: _builtins.int
     CONTINUES_REQUEST_ID_FIELD_NUMBER: _builtins.int
     NUM_PROMPTS_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
+    ENCODER_INPUTS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     model: _builtins.str
     """as the engine names it; an adapter has its own name"""
@@ -464,6 +466,8 @@ class Request(_message.Message):
     """How many requests the engine makes of it, each with a prompt of its own; prompt_tokens counts all. It is forecast as
     one request, whose prompt is cut to the longest that the engine takes. 0: one.
     """
+    adapter: _builtins.str
+    """the LoRA adapter that serves it, which `model` names too; empty: the base model"""
     @_builtins.property
     def tag(self) -> Global___Tag:
         """the predicted length"""
@@ -475,6 +479,10 @@ class Request(_message.Message):
         """Hashes of the leading full blocks of prefix_block_tokens tokens; each stands for all tokens up to the end of its
         block. Compared byte by byte; at most 64 bytes each.
         """
+
+    @_builtins.property
+    def encoder_inputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___EncoderInput]:
+        """Images and other inputs of an encoder in its prompt, by position; they do not overlap."""
 
     def __init__(
         self,
@@ -506,10 +514,12 @@ class Request(_message.Message):
         length_quantiles: _builtins.int = ...,
         continues_request_id: _builtins.str = ...,
         num_prompts: _builtins.int = ...,
+        adapter: _builtins.str = ...,
+        encoder_inputs: _abc.Iterable[Global___EncoderInput] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens", "_held_s", b"_held_s", "_max_tokens", b"_max_tokens", "_min_tokens", b"_min_tokens", "_output_tokens", b"_output_tokens", "_weight", b"_weight", "expected_output_tokens", b"expected_output_tokens", "held_s", b"held_s", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "output_tokens", b"output_tokens", "slo", b"slo", "tag", b"tag", "weight", b"weight"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens", "_held_s", b"_held_s", "_max_tokens", b"_max_tokens", "_min_tokens", b"_min_tokens", "_output_tokens", b"_output_tokens", "_weight", b"_weight", "arrival_unix_s", b"arrival_unix_s", "client_id", b"client_id", "continues_request_id", b"continues_request_id", "expected_output_tokens", b"expected_output_tokens", "held_s", b"held_s", "ignore_eos", b"ignore_eos", "in_s", b"in_s", "leg", b"leg", "length_quantiles", b"length_quantiles", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "model", b"model", "num_prompts", b"num_prompts", "objective", b"objective", "output_tokens", b"output_tokens", "prefix_block_tokens", b"prefix_block_tokens", "prefix_hashes", b"prefix_hashes", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_class", b"request_class", "request_id", b"request_id", "session_id", b"session_id", "slo", b"slo", "tag", b"tag", "waited_s", b"waited_s", "weight", b"weight", "when_late", b"when_late"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens", "_held_s", b"_held_s", "_max_tokens", b"_max_tokens", "_min_tokens", b"_min_tokens", "_output_tokens", b"_output_tokens", "_weight", b"_weight", "adapter", b"adapter", "arrival_unix_s", b"arrival_unix_s", "client_id", b"client_id", "continues_request_id", b"continues_request_id", "encoder_inputs", b"encoder_inputs", "expected_output_tokens", b"expected_output_tokens", "held_s", b"held_s", "ignore_eos", b"ignore_eos", "in_s", b"in_s", "leg", b"leg", "length_quantiles", b"length_quantiles", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "model", b"model", "num_prompts", b"num_prompts", "objective", b"objective", "output_tokens", b"output_tokens", "prefix_block_tokens", b"prefix_block_tokens", "prefix_hashes", b"prefix_hashes", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_class", b"request_class", "request_id", b"request_id", "session_id", b"session_id", "slo", b"slo", "tag", b"tag", "waited_s", b"waited_s", "weight", b"weight", "when_late", b"when_late"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__expected_output_tokens: _TypeAlias = _typing.Literal["expected_output_tokens"]  # noqa: Y015
     _WhichOneofArgType__expected_output_tokens: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens"]  # noqa: Y015
@@ -537,6 +547,36 @@ class Request(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__weight) -> _WhichOneofReturnType__weight | None: ...
 
 Global___Request: _TypeAlias = Request  # noqa: Y015
+
+@_typing.final
+class EncoderInput(_message.Message):
+    """An image, or another input of an encoder, in a prompt; it takes a range of the prompt's tokens."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POSITION_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    IDENTITY_FIELD_NUMBER: _builtins.int
+    position: _builtins.int
+    """of its first token"""
+    tokens: _builtins.int
+    """above 0"""
+    identity: _builtins.bytes
+    """equal for equal inputs, at most 64 bytes; empty: equal to no other"""
+    def __init__(
+        self,
+        *,
+        position: _builtins.int = ...,
+        tokens: _builtins.int = ...,
+        identity: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "position", b"position", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EncoderInput: _TypeAlias = EncoderInput  # noqa: Y015
 
 @_typing.final
 class Forecast(_message.Message):
@@ -720,6 +760,10 @@ class Indicators(_message.Message):
     DECODE_STEP_S_FIELD_NUMBER: _builtins.int
     QUEUED_PREFILL_S_FIELD_NUMBER: _builtins.int
     LEAST_TPOT_SLO_S_FIELD_NUMBER: _builtins.int
+    ACTIVE_ADAPTERS_FIELD_NUMBER: _builtins.int
+    CACHED_ADAPTERS_FIELD_NUMBER: _builtins.int
+    MAX_LORAS_FIELD_NUMBER: _builtins.int
+    NUM_ADAPTERS_FIELD_NUMBER: _builtins.int
     MORE_FIELD_NUMBER: _builtins.int
     age_s: _builtins.float
     """how old the state was when this message was sent; a receiver adds the time since"""
@@ -774,6 +818,20 @@ class Indicators(_message.Message):
     """to compute queued_prefill_tokens, beside what such a step takes"""
     least_tpot_slo_s: _builtins.float
     """the shortest target of the requests that have missed no deadline; infinite without one"""
+    max_loras: _builtins.int
+    """in GPU memory at most; absent: the engine serves none, as far as is known"""
+    num_adapters: _builtins.int
+    """in GPU memory"""
+    @_builtins.property
+    def active_adapters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """LoRA adapters, by the first eight bytes of the BLAKE2b hash of their names as a little-endian number.
+        in GPU memory
+        """
+
+    @_builtins.property
+    def cached_adapters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """in host memory only"""
+
     @_builtins.property
     def more(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """for experiments; established ones become fields above"""
@@ -805,11 +863,15 @@ class Indicators(_message.Message):
         decode_step_s: _builtins.float | None = ...,
         queued_prefill_s: _builtins.float | None = ...,
         least_tpot_slo_s: _builtins.float | None = ...,
+        active_adapters: _abc.Iterable[_builtins.int] | None = ...,
+        cached_adapters: _abc.Iterable[_builtins.int] | None = ...,
+        max_loras: _builtins.int | None = ...,
+        num_adapters: _builtins.int | None = ...,
         more: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_context_tokens", b"_context_tokens", "_decode_step_s", b"_decode_step_s", "_drained_s", b"_drained_s", "_kv_hit_ratio", b"_kv_hit_ratio", "_least_tpot_slo_s", b"_least_tpot_slo_s", "_num_fetching", b"_num_fetching", "_num_finished_total", b"_num_finished_total", "_num_free_blocks", b"_num_free_blocks", "_num_held_blocks", b"_num_held_blocks", "_num_preemptions_total", b"_num_preemptions_total", "_num_reserved", b"_num_reserved", "_num_reserved_blocks", b"_num_reserved_blocks", "_num_running", b"_num_running", "_num_total_blocks", b"_num_total_blocks", "_num_waiting", b"_num_waiting", "_num_waiting_blocks", b"_num_waiting_blocks", "_pace", b"_pace", "_queued_prefill_s", b"_queued_prefill_s", "_queued_prefill_tokens", b"_queued_prefill_tokens", "_remaining_tokens", b"_remaining_tokens", "_requests_per_minute", b"_requests_per_minute", "_step_s", b"_step_s", "context_tokens", b"context_tokens", "decode_step_s", b"decode_step_s", "drained_s", b"drained_s", "kv_hit_ratio", b"kv_hit_ratio", "least_tpot_slo_s", b"least_tpot_slo_s", "num_fetching", b"num_fetching", "num_finished_total", b"num_finished_total", "num_free_blocks", b"num_free_blocks", "num_held_blocks", b"num_held_blocks", "num_preemptions_total", b"num_preemptions_total", "num_reserved", b"num_reserved", "num_reserved_blocks", b"num_reserved_blocks", "num_running", b"num_running", "num_total_blocks", b"num_total_blocks", "num_waiting", b"num_waiting", "num_waiting_blocks", b"num_waiting_blocks", "pace", b"pace", "queued_prefill_s", b"queued_prefill_s", "queued_prefill_tokens", b"queued_prefill_tokens", "remaining_tokens", b"remaining_tokens", "requests_per_minute", b"requests_per_minute", "step_s", b"step_s"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_context_tokens", b"_context_tokens", "_decode_step_s", b"_decode_step_s", "_drained_s", b"_drained_s", "_kv_hit_ratio", b"_kv_hit_ratio", "_least_tpot_slo_s", b"_least_tpot_slo_s", "_max_loras", b"_max_loras", "_num_adapters", b"_num_adapters", "_num_fetching", b"_num_fetching", "_num_finished_total", b"_num_finished_total", "_num_free_blocks", b"_num_free_blocks", "_num_held_blocks", b"_num_held_blocks", "_num_preemptions_total", b"_num_preemptions_total", "_num_reserved", b"_num_reserved", "_num_reserved_blocks", b"_num_reserved_blocks", "_num_running", b"_num_running", "_num_total_blocks", b"_num_total_blocks", "_num_waiting", b"_num_waiting", "_num_waiting_blocks", b"_num_waiting_blocks", "_pace", b"_pace", "_queued_prefill_s", b"_queued_prefill_s", "_queued_prefill_tokens", b"_queued_prefill_tokens", "_remaining_tokens", b"_remaining_tokens", "_requests_per_minute", b"_requests_per_minute", "_step_s", b"_step_s", "context_tokens", b"context_tokens", "decode_step_s", b"decode_step_s", "drained_s", b"drained_s", "kv_hit_ratio", b"kv_hit_ratio", "least_tpot_slo_s", b"least_tpot_slo_s", "max_loras", b"max_loras", "num_adapters", b"num_adapters", "num_fetching", b"num_fetching", "num_finished_total", b"num_finished_total", "num_free_blocks", b"num_free_blocks", "num_held_blocks", b"num_held_blocks", "num_preemptions_total", b"num_preemptions_total", "num_reserved", b"num_reserved", "num_reserved_blocks", b"num_reserved_blocks", "num_running", b"num_running", "num_total_blocks", b"num_total_blocks", "num_waiting", b"num_waiting", "num_waiting_blocks", b"num_waiting_blocks", "pace", b"pace", "queued_prefill_s", b"queued_prefill_s", "queued_prefill_tokens", b"queued_prefill_tokens", "remaining_tokens", b"remaining_tokens", "requests_per_minute", b"requests_per_minute", "step_s", b"step_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_context_tokens", b"_context_tokens", "_decode_step_s", b"_decode_step_s", "_drained_s", b"_drained_s", "_kv_hit_ratio", b"_kv_hit_ratio", "_least_tpot_slo_s", b"_least_tpot_slo_s", "_num_fetching", b"_num_fetching", "_num_finished_total", b"_num_finished_total", "_num_free_blocks", b"_num_free_blocks", "_num_held_blocks", b"_num_held_blocks", "_num_preemptions_total", b"_num_preemptions_total", "_num_reserved", b"_num_reserved", "_num_reserved_blocks", b"_num_reserved_blocks", "_num_running", b"_num_running", "_num_total_blocks", b"_num_total_blocks", "_num_waiting", b"_num_waiting", "_num_waiting_blocks", b"_num_waiting_blocks", "_pace", b"_pace", "_queued_prefill_s", b"_queued_prefill_s", "_queued_prefill_tokens", b"_queued_prefill_tokens", "_remaining_tokens", b"_remaining_tokens", "_requests_per_minute", b"_requests_per_minute", "_step_s", b"_step_s", "age_s", b"age_s", "context_tokens", b"context_tokens", "decode_step_s", b"decode_step_s", "drained_s", b"drained_s", "kv_hit_ratio", b"kv_hit_ratio", "least_tpot_slo_s", b"least_tpot_slo_s", "more", b"more", "num_fetching", b"num_fetching", "num_finished_total", b"num_finished_total", "num_free_blocks", b"num_free_blocks", "num_held_blocks", b"num_held_blocks", "num_preemptions_total", b"num_preemptions_total", "num_reserved", b"num_reserved", "num_reserved_blocks", b"num_reserved_blocks", "num_running", b"num_running", "num_total_blocks", b"num_total_blocks", "num_waiting", b"num_waiting", "num_waiting_blocks", b"num_waiting_blocks", "pace", b"pace", "queued_prefill_s", b"queued_prefill_s", "queued_prefill_tokens", b"queued_prefill_tokens", "remaining_tokens", b"remaining_tokens", "requests_per_minute", b"requests_per_minute", "source", b"source", "step_s", b"step_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_context_tokens", b"_context_tokens", "_decode_step_s", b"_decode_step_s", "_drained_s", b"_drained_s", "_kv_hit_ratio", b"_kv_hit_ratio", "_least_tpot_slo_s", b"_least_tpot_slo_s", "_max_loras", b"_max_loras", "_num_adapters", b"_num_adapters", "_num_fetching", b"_num_fetching", "_num_finished_total", b"_num_finished_total", "_num_free_blocks", b"_num_free_blocks", "_num_held_blocks", b"_num_held_blocks", "_num_preemptions_total", b"_num_preemptions_total", "_num_reserved", b"_num_reserved", "_num_reserved_blocks", b"_num_reserved_blocks", "_num_running", b"_num_running", "_num_total_blocks", b"_num_total_blocks", "_num_waiting", b"_num_waiting", "_num_waiting_blocks", b"_num_waiting_blocks", "_pace", b"_pace", "_queued_prefill_s", b"_queued_prefill_s", "_queued_prefill_tokens", b"_queued_prefill_tokens", "_remaining_tokens", b"_remaining_tokens", "_requests_per_minute", b"_requests_per_minute", "_step_s", b"_step_s", "active_adapters", b"active_adapters", "age_s", b"age_s", "cached_adapters", b"cached_adapters", "context_tokens", b"context_tokens", "decode_step_s", b"decode_step_s", "drained_s", b"drained_s", "kv_hit_ratio", b"kv_hit_ratio", "least_tpot_slo_s", b"least_tpot_slo_s", "max_loras", b"max_loras", "more", b"more", "num_adapters", b"num_adapters", "num_fetching", b"num_fetching", "num_finished_total", b"num_finished_total", "num_free_blocks", b"num_free_blocks", "num_held_blocks", b"num_held_blocks", "num_preemptions_total", b"num_preemptions_total", "num_reserved", b"num_reserved", "num_reserved_blocks", b"num_reserved_blocks", "num_running", b"num_running", "num_total_blocks", b"num_total_blocks", "num_waiting", b"num_waiting", "num_waiting_blocks", b"num_waiting_blocks", "pace", b"pace", "queued_prefill_s", b"queued_prefill_s", "queued_prefill_tokens", b"queued_prefill_tokens", "remaining_tokens", b"remaining_tokens", "requests_per_minute", b"requests_per_minute", "source", b"source", "step_s", b"step_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__context_tokens: _TypeAlias = _typing.Literal["context_tokens"]  # noqa: Y015
     _WhichOneofArgType__context_tokens: _TypeAlias = _typing.Literal["_context_tokens", b"_context_tokens"]  # noqa: Y015
@@ -821,6 +883,10 @@ class Indicators(_message.Message):
     _WhichOneofArgType__kv_hit_ratio: _TypeAlias = _typing.Literal["_kv_hit_ratio", b"_kv_hit_ratio"]  # noqa: Y015
     _WhichOneofReturnType__least_tpot_slo_s: _TypeAlias = _typing.Literal["least_tpot_slo_s"]  # noqa: Y015
     _WhichOneofArgType__least_tpot_slo_s: _TypeAlias = _typing.Literal["_least_tpot_slo_s", b"_least_tpot_slo_s"]  # noqa: Y015
+    _WhichOneofReturnType__max_loras: _TypeAlias = _typing.Literal["max_loras"]  # noqa: Y015
+    _WhichOneofArgType__max_loras: _TypeAlias = _typing.Literal["_max_loras", b"_max_loras"]  # noqa: Y015
+    _WhichOneofReturnType__num_adapters: _TypeAlias = _typing.Literal["num_adapters"]  # noqa: Y015
+    _WhichOneofArgType__num_adapters: _TypeAlias = _typing.Literal["_num_adapters", b"_num_adapters"]  # noqa: Y015
     _WhichOneofReturnType__num_fetching: _TypeAlias = _typing.Literal["num_fetching"]  # noqa: Y015
     _WhichOneofArgType__num_fetching: _TypeAlias = _typing.Literal["_num_fetching", b"_num_fetching"]  # noqa: Y015
     _WhichOneofReturnType__num_finished_total: _TypeAlias = _typing.Literal["num_finished_total"]  # noqa: Y015
@@ -865,6 +931,10 @@ class Indicators(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__kv_hit_ratio) -> _WhichOneofReturnType__kv_hit_ratio | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__least_tpot_slo_s) -> _WhichOneofReturnType__least_tpot_slo_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_loras) -> _WhichOneofReturnType__max_loras | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_adapters) -> _WhichOneofReturnType__num_adapters | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__num_fetching) -> _WhichOneofReturnType__num_fetching | None: ...
     @_typing.overload
@@ -1003,6 +1073,7 @@ class Instance(_message.Message):
     TIER_TPOT_S_FIELD_NUMBER: _builtins.int
     TIER_CLOSED_FIELD_NUMBER: _builtins.int
     DRAIN_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     engine_url: _builtins.str
     """of its OpenAI endpoints, without /v1: http://10.0.0.7:8000"""
@@ -1029,6 +1100,10 @@ class Instance(_message.Message):
     def drain(self) -> Global___Drain:
         """of an instance that drains: when its requests have to leave"""
 
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """LoRA adapters that the engine lists in /v1/models, by name"""
+
     def __init__(
         self,
         *,
@@ -1046,10 +1121,11 @@ class Instance(_message.Message):
         tier_tpot_s: _builtins.float | None = ...,
         tier_closed: _builtins.bool = ...,
         drain: Global___Drain | None = ...,
+        adapters: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_tier_tpot_s", b"_tier_tpot_s", "drain", b"drain", "settings", b"settings", "tier_tpot_s", b"tier_tpot_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tier_tpot_s", b"_tier_tpot_s", "drain", b"drain", "engine_url", b"engine_url", "engine_version", b"engine_version", "instance_id", b"instance_id", "labels", b"labels", "models", b"models", "profile", b"profile", "role", b"role", "settings", b"settings", "sidecar_address", b"sidecar_address", "state", b"state", "tier", b"tier", "tier_closed", b"tier_closed", "tier_tpot_s", b"tier_tpot_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tier_tpot_s", b"_tier_tpot_s", "adapters", b"adapters", "drain", b"drain", "engine_url", b"engine_url", "engine_version", b"engine_version", "instance_id", b"instance_id", "labels", b"labels", "models", b"models", "profile", b"profile", "role", b"role", "settings", b"settings", "sidecar_address", b"sidecar_address", "state", b"state", "tier", b"tier", "tier_closed", b"tier_closed", "tier_tpot_s", b"tier_tpot_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__tier_tpot_s: _TypeAlias = _typing.Literal["tier_tpot_s"]  # noqa: Y015
     _WhichOneofArgType__tier_tpot_s: _TypeAlias = _typing.Literal["_tier_tpot_s", b"_tier_tpot_s"]  # noqa: Y015
