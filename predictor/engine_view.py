@@ -15,7 +15,8 @@ class EngineView:
 
     `clock_rate` is engine seconds per second; `serial` changes with every change of the model; `overdue_s` is by how
     many seconds a step under way exceeds its predicted end; `transit` is the time that requests need to the engine's
-    loop and back. `counters` are indicators that do not follow from the model.
+    loop and back. `counters` are indicators that do not follow from the model, and `approximations` those of all
+    forecasts from this view.
     """
 
     engine: Engine
@@ -27,6 +28,7 @@ class EngineView:
     serial: int
     transit: Transit = NO_TRANSIT
     counters: dict[str, float] = field(default_factory=dict)
+    approximations: tuple[str, ...] = ()
 
     @property
     def arrival_s(self) -> float:
@@ -43,3 +45,4 @@ class EndedRequest:
     ttft_s: float | None
     e2e_s: float | None
     completed: bool  # neither aborted nor failed
+    num_requests: int = 1  # of the engine

@@ -11,8 +11,9 @@ from predictor import loop, queues
 from predictor.batching import is_compiled
 from predictor.compiled import direct, inner_kernel, interpreted, kernel, small_kernel
 from predictor.engine import ANY_NUMBER, FOREVER, Engine
-from predictor.forecast_result import Forecast, averaged
+from predictor.forecast_result import Forecast, averaged, merged
 from predictor.request import RequestFacts
+from predictor.request_group import Placeable, RequestGroup
 from predictor.state import DECODE_LEG, FINISHED, NO_TRANSFER, NONE, State, copy_into, layer, stack_like
 
 RESULT = np.dtype(
@@ -59,20 +60,24 @@ class Forecaster:
         self._results = np.empty(1, RESULT).view(np.recarray)
 
     def forecast(
-        self, candidates: Sequence[RequestFacts], now_s: float, *, delays: bool = True, serial: int | None = None
+        self, candidates: Sequence[Placeable], now_s: float, *, delays: bool = True, serial: int | None = None
     ) -> list[Forecast]:
         """Forecast each candidate as if it alone arrived at the engine, now or `in_s` from now.
 
         They share one simulation up to the first step that could admit one of them, and with `delays` one simulation
         without any of them; without `delays` each simulation stops at its candidate's last token. The same `serial` as
         in the last call means that the engine has not changed since, so that what is shared is used again. A candidate
-        with `length_quantiles` is simulated with several lengths.
+        with `length_quantiles` is simulated with several lengths, and a group with all its requests at once.
         """
         self._keep_shared(serial)
         self._delays = delays
-        runs = candidates
-        if any(candidate.length_quantiles > 1 for candidate in candidates):
-            runs = [run for candidate in candidates for run in candidate.at_quantiles()]
+        runs: Sequence[RequestFacts] = candidates  # type: ignore[assignment]  # unless there are groups
+        parts: list[tuple[RequestFacts, ...]] = []
+        ends = np.arange(1, len(candidates) + 1)
+        if any(isinstance(one, RequestGroup) or one.length_quantiles > 1 for one in candidates):
+            parts = [one.members if isinstance(one, RequestGroup) else one.at_quantiles() for one in candidates]
+            runs = [run for part in parts for run in part]
+            ends = _ends_of(candidates, parts)
         slots = np.empty(len(runs), np.int64)
         num_inserted = 0
         try:
@@ -81,26 +86,26 @@ class Forecaster:
                 num_inserted += 1
                 if run.in_s:  # reading a record's field takes microseconds
                     self.engine.state.facts[slot].ttft_slo_s -= run.in_s
-            made = self._forecast_inserted(slots, now_s, delays)
+            made = self._forecast_inserted(slots, ends, now_s, delays)
         finally:
             for run in runs[:num_inserted]:
                 self.engine.remove(run.request_id)
-        if len(runs) == len(candidates):
+        if not parts:
             return made
         each = iter(made)
-        return [averaged([next(each) for _ in one.at_quantiles()], one.request_id) for one in candidates]
+        return [_combined(one, [next(each) for _ in part]) for one, part in zip(candidates, parts, strict=True)]
 
     def prepare(self, now_s: float, serial: int) -> None:
         """Run what candidates share in advance, for those that come before the engine changes and ask as the last."""
         self._keep_shared(serial)
-        self._run(NO_SLOTS, now_s, delays=self._delays)
+        self._run(NO_SLOTS, NO_SLOTS, now_s, delays=self._delays)
 
     def _keep_shared(self, serial: int | None) -> None:
         if serial is None or serial != self._serial:
             self._ready[:] = IS_MISSING
         self._serial = serial
 
-    def _run(self, slots: np.ndarray, now_s: float, *, delays: bool) -> None:
+    def _run(self, slots: np.ndarray, ends: np.ndarray, now_s: float, *, delays: bool) -> None:
         state = self.engine.state
         if state is not self._shaped_like:
             self._shaped_like = state
@@ -108,10 +113,10 @@ class Forecaster:
             self._ready[:] = IS_MISSING
         if len(slots) > len(self._results):
             self._results = np.empty(len(slots), RESULT).view(np.recarray)
-        self._simulate(state, self._workspace, slots, float(now_s), bool(delays), self._ready, self._results)
+        self._simulate(state, self._workspace, slots, ends, float(now_s), bool(delays), self._ready, self._results)
 
-    def _forecast_inserted(self, slots: np.ndarray, now_s: float, delays: bool) -> list[Forecast]:
-        self._run(slots, now_s, delays=delays)
+    def _forecast_inserted(self, slots: np.ndarray, ends: np.ndarray, now_s: float, delays: bool) -> list[Forecast]:
+        self._run(slots, ends, now_s, delays=delays)
         results = self._results if len(slots) == len(self._results) else self._results[: len(slots)]
         return [
             Forecast(
@@ -142,6 +147,24 @@ class Forecaster:
         ]  # fmt: skip
 
 
+def _ends_of(candidates: Sequence[Placeable], parts: Sequence[Sequence[RequestFacts]]) -> np.ndarray:
+    """Return where each simulation's requests end: those of a group are in one, lengths of a request in several."""
+    ends: list[int] = []
+    first = 0
+    for candidate, part in zip(candidates, parts, strict=True):
+        end = first + len(part)
+        ends += [end] if isinstance(candidate, RequestGroup) else range(first + 1, end + 1)
+        first = end
+    return np.array(ends, np.int64)
+
+
+def _combined(candidate: Placeable, forecasts: Sequence[Forecast]) -> Forecast:
+    """Return the forecast of a candidate from those of its requests, or of its lengths."""
+    if isinstance(candidate, RequestGroup):
+        return merged(forecasts, candidate.request_id, candidate.leaders)
+    return averaged(forecasts, candidate.request_id)
+
+
 @small_kernel
 def stop_counting_on_time(state: State) -> None:
     """Count the tokens on time of no request that is there: without delays only the candidate's are asked for."""
@@ -155,12 +178,16 @@ def stop_counting_on_time(state: State) -> None:
 
 
 def simulation_with(drive: Callable[..., None], layer: Callable[[State, State, int], State]) -> Callable[..., None]:
-    """Return the simulation of candidates that runs engines by `drive`; `layer` returns one copy of the workspace."""
+    """Return the simulation of candidates that runs engines by `drive`; `layer` returns one copy of the workspace.
+
+    `ends` says where the slots of each candidate end; the result of its first slot has what it does to others.
+    """
 
     def simulate(
         source: State,
         workspace: State,
         slots: np.ndarray,
+        ends: np.ndarray,
         now_s: float,
         delays: bool,
         ready: np.ndarray,
@@ -185,17 +212,21 @@ def simulation_with(drive: Callable[..., None], layer: Callable[[State, State, i
             drive(alone, FOREVER, any_number, unwatched)
             ready[ALONE] = purpose
         after = layer(workspace, source, WITH_CANDIDATE)
-        for candidate in range(len(slots)):
-            slot = slots[candidate]
+        first = 0
+        for candidate in range(len(ends)):
+            end = ends[candidate]
             copy_into(after, shared)
             if purpose < ready[SHARED]:
                 stop_counting_on_time(after)
-            after.requests[slot] = source.requests[slot]
-            queues.announce(after, slot)
-            drive(after, FOREVER, any_number, unwatched if delays else slot)
-            read_result(after, slot, now_s, results[candidate])
+            announce_all(after, source, slots, first, end)
+            for position in range(first, first + 1 if delays else end):
+                drive(after, FOREVER, any_number, unwatched if delays else slots[position])
+            for position in range(first, end):
+                read_result(after, slots[position], now_s, results[position])
             if delays:
-                compare(source, shared, alone, after, slot, results[candidate])
+                compare(source, shared, alone, after, slots[first], results[first])
+                count_others_of_group(after, slots, first, end, results[first])
+            first = end
 
     return simulate
 
@@ -208,13 +239,14 @@ def simulate(
     source: State,
     workspace: State,
     slots: np.ndarray,
+    ends: np.ndarray,
     now_s: float,
     delays: bool,
     ready: np.ndarray,
     results: np.ndarray,
 ) -> None:
     """Simulate the engine with each candidate, and record what the candidate experiences."""
-    _simulate(source, workspace, slots, now_s, delays, ready, results)
+    _simulate(source, workspace, slots, ends, now_s, delays, ready, results)
 
 
 simulate_directly = direct(simulate)
@@ -265,6 +297,23 @@ def compare(source: State, shared: State, alone: State, after: State, slot: int,
     result.least_slack_s = after.engine[0].least_slack_s
     preemptions = after.engine[0].num_preemptions - alone.engine[0].num_preemptions
     result.others_preempted = preemptions - after.requests[slot].num_preemptions
+
+
+@kernel
+def announce_all(after: State, source: State, slots: np.ndarray, first: int, end: int) -> None:
+    """Add the requests of a candidate, which arrive in their order."""
+    for position in range(first, end):
+        slot = slots[position]
+        after.requests[slot] = source.requests[slot]
+        queues.announce(after, slot)
+
+
+@kernel
+def count_others_of_group(after: State, slots: np.ndarray, first: int, end: int, result: np.record) -> None:
+    """Count further requests of a candidate: their gain, and that their preemptions are not those of others."""
+    for position in range(first + 1, end):
+        result.gain_after += gain_of(after, slots[position], 0)
+        result.others_preempted -= after.requests[slots[position]].num_preemptions
 
 
 @small_kernel

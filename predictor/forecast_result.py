@@ -26,6 +26,7 @@ class Forecast:
     any token comes, of requests none of whose tokens were late before; infinite without deadlines.
 
     `unmeasured` is the share of the simulated time in steps whose batches lie outside of what the profile measured.
+    `approximations` are sentences of `predictor.approximations`.
     """
 
     request_id: str
@@ -46,6 +47,7 @@ class Forecast:
     gain_after: float | None = None
     least_slack_s: float | None = None
     unmeasured: float = 0.0
+    approximations: tuple[str, ...] = ()
 
 
 def averaged(forecasts: Sequence[Forecast], request_id: str) -> Forecast:
@@ -63,6 +65,28 @@ def averaged(forecasts: Sequence[Forecast], request_id: str) -> Forecast:
         others_missed=_mean([one.others_missed for one in forecasts]),
         gain_before=_mean([one.gain_before for one in forecasts]),
         gain_after=_mean([one.gain_after for one in forecasts]),
+    )
+
+
+def merged(forecasts: Sequence[Forecast], request_id: str, leaders: Sequence[int]) -> Forecast:
+    """Return one forecast of requests that arrive together: from the first token of any to the last token of all.
+
+    The time per token is that of the request that ends last, and prefix hits are those of the first request of each
+    prompt, its `leaders`. The first forecast has the effects of all on other requests.
+    """
+    last = max(forecasts, key=lambda one: one.e2e_s)
+    return replace(
+        forecasts[0],
+        request_id=request_id,
+        ttft_s=min(one.ttft_s for one in forecasts),
+        e2e_s=last.e2e_s,
+        tpot_s=last.tpot_s,
+        queue_s=min(one.queue_s for one in forecasts),
+        output_tokens=sum(one.output_tokens for one in forecasts),
+        num_preemptions=sum(one.num_preemptions for one in forecasts),
+        prefix_hit_tokens=sum(forecasts[leader].prefix_hit_tokens for leader in leaders),
+        fetched_s=None if last.fetched_s is None else max(one.fetched_s or 0.0 for one in forecasts),
+        attained=min(one.attained for one in forecasts),
     )
 
 

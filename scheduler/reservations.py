@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from predictor.forecast_result import Forecast
-from predictor.request import RequestFacts
+from predictor.request_group import Placeable, members_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reservation:
     """A request that counts at an instance until a time, its forecast, and the policy and scheduler that chose it."""
 
-    request: RequestFacts
+    request: Placeable
     until_s: float
     forecast: Forecast | None = None
     policy: str = ""
@@ -37,6 +37,11 @@ class Reservations:
     def __len__(self) -> int:
         """Return the number of reservations."""
         return len(self._held)
+
+    @property
+    def num_requests(self) -> int:
+        """How many requests engines make of those that are reserved."""
+        return sum(len(members_of(one.request)) for one in self._held.values())
 
     def __contains__(self, request_id: str) -> bool:
         """Return whether a request has a reservation."""

@@ -55,6 +55,8 @@ def in_short(decision: common_pb2.Decision) -> str:
         "why": decision.why,
         "candidates": [_short(one) for one in candidates[:MAX_CANDIDATES]],
     }
+    if decision.forecast.approximations:
+        summary["approximations"] = list(decision.forecast.approximations)
     if len(candidates) > MAX_CANDIDATES:
         summary["more_candidates"] = len(candidates) - MAX_CANDIDATES
     return json.dumps(summary, separators=(",", ":"))
@@ -86,6 +88,8 @@ def table_of(decision: common_pb2.Decision) -> Iterator[str]:
     yield f"  by {decision.policy}, on {basis}, in {decision.decision_s * 1e3:.1f} ms, by {decision.scheduler_id}"
     if decision.HasField("tag"):
         yield f"  length {decision.tag.median_tokens:g} tokens, by {decision.tag.estimator or 'the request'}"
+    for sentence in decision.forecast.approximations:
+        yield f"  approximation: {sentence}"
     read = sorted({name for one in decision.candidates for name in one.indicators.more} - set(SHOWN))[:MAX_COLUMNS]
     shown = (*SHOWN, *read)
     rows = [_row(one, shown) for one in ranked(decision)]

@@ -24,6 +24,8 @@ class RequestArrived:
     priority: int = 0
     streamed: bool = False
     leg: str = SERVE  # as far as the request says
+    prompt: int = 0  # the number of its prompt, where the client's request has several
+    sequence: int = 0  # the number of its response to that prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from predictor.approximations import REBUILT_STATE, UNKNOWN_PREFIXES
 from predictor.config import FETCHING_ROLES, EngineConfig
 from predictor.editable_engine import ShownRecords
 from predictor.engine_replica import EngineReplica
@@ -35,6 +36,7 @@ from predictor.mirror.unknown_requests import UnknownRequests
 from predictor.profile import Profile
 from predictor.profile_check import require_possible
 from predictor.request import DECODE, SERVE, RequestFacts
+from predictor.request_group import Placeable
 from predictor.reserved_requests import Length, ReportedLengths, ReservedRequests
 from predictor.snapshot import Snapshot
 
@@ -150,6 +152,9 @@ class EngineMirror:
             serial=self._serial,
             transit=replace(self._options.profile.transit, outward_s=0.0),  # a step ends when its tokens are received
             counters=self._counter_values(models),
+            approximations=(REBUILT_STATE, UNKNOWN_PREFIXES)
+            if models.config.enable_prefix_caching
+            else (REBUILT_STATE,),
         )
         return self._view
 
@@ -160,7 +165,7 @@ class EngineMirror:
         lengths, reserved = self._predicted_lengths(self._models), self._reserved.as_reserved()
         return self._models.tracker.engine.snapshot(lengths, reserved, view.now_s)
 
-    def reserve(self, request: RequestFacts, at_s: float) -> None:
+    def reserve(self, request: Placeable, at_s: float) -> None:
         """Add a request to the view that has not arrived yet; ValueError where the engine could never serve it."""
         view = self._view or self.view(at_s)
         if self._reserved.add(request, view.engine, view.arrival_s):
@@ -219,8 +224,10 @@ class EngineMirror:
         assert self._models is not None
         config, tracker, now_s = self._models.config, self._models.tracker, self._engine_s(at_s)
         room = min(config.max_model_len, tracker.engine.num_blocks * config.block_size) - arrival.prompt_tokens
-        self._reports.append(RequestShown(request_id=arrival.request_id))
-        self.release(arrival.request_id)
+        engine = self._models.twin.engine
+        if self._reserved.show(arrival.request_id, arrival.prompt, arrival.sequence, engine, at_s):
+            self._reports.append(RequestShown(request_id=arrival.request_id))
+        self._mark_changed()
         self._counters.count_arrivals(1, at_s)
         if not tracker.requests:
             self._last_progress_s = at_s

@@ -20,6 +20,7 @@ from services.emulator.adapters import ServedAdapters
 from services.emulator.audio import TranscriptReply
 from services.emulator.driver import Driver
 from services.emulator.errors import DetailError, VllmError, bad_value, not_fetched, unavailable
+from services.emulator.grammars import GrammarCompiler
 from services.emulator.jobs import Job
 from services.emulator.kv_transfers import Fetch
 from services.emulator.messages import MessagesReply
@@ -40,6 +41,7 @@ from services.emulator.openai import (
 from services.emulator.other_apis import OtherApis
 from services.emulator.replies import CompletionReply, ReplyWriter
 from services.emulator.responses import ResponsesReply, ResponseStore
+from services.emulator.several import SeveralResponses
 from services.emulator.side_channel import TransferError
 from services.emulator.transfer_params import RemoteBlocks
 from services.http.application import JSON, Application, Call, Endpoint, while_client_stays
@@ -121,7 +123,7 @@ class Emulator(Application):
     error = VllmError
     name = "engine"
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - these are its parts
         self,
         driver: Driver,
         served: Served,
@@ -129,9 +131,11 @@ class Emulator(Application):
         *,
         max_body_bytes: int,
         adapters: ServedAdapters | None = None,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         """Serve the engine of a driver."""
         super().__init__(limits=LIMITS)
+        self._grammars = GrammarCompiler(0.0) if grammars is None else grammars
         self.driver = driver
         self.served = served
         self._exposition = exposition
@@ -213,10 +217,17 @@ class Emulator(Application):
             await while_client_stays(self._serve(call, request), call.receive)
 
     async def _serve(self, call: Call, request: ParsedRequest) -> None:
+        arrived_s = None
+        if delay_s := self._grammars.delay_s(request.grammar):
+            arrived_s = self.driver.clock.now_s()
+            await asyncio.sleep(delay_s)
+        if request.choices:
+            await SeveralResponses(request, self.driver, EVENTS).serve(call, arrived_s)
+            return
         fetch = None
         if request.remote is not None:
             request, fetch = await self._with_blocks(call, request, request.remote)
-        job = self.driver.submit(request, fetch)
+        job = self.driver.submit(request, fetch, arrived_s=arrived_s)
         try:
             await (self._stream(call, job) if request.stream else self._reply_whole(call, job))
         finally:

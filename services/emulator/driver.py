@@ -8,6 +8,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from operator import itemgetter
 from typing import Any
 
@@ -111,15 +112,18 @@ class Driver:
         """Refuse a request that the engine cannot take now."""
         if self.failure is not None:
             raise self.failure
-        if self.num_jobs >= self._max_jobs:
+        if self.num_jobs + max(1, len(request.choices)) > self._max_jobs:
             self.metrics.refused(request.priority, self._service_facts(request.facts))
             raise busy()
 
-    def submit(self, request: ParsedRequest, fetch: Fetch | None = None) -> Job:
-        """Add a request now, a decode leg with its blocks on another engine; VllmError where it cannot be served."""
+    def submit(self, request: ParsedRequest, fetch: Fetch | None = None, *, arrived_s: float | None = None) -> Job:
+        """Add a request now, a decode leg with its blocks on another engine; VllmError where it cannot be served.
+
+        `arrived_s` is when the client's request arrived, where that was before.
+        """
         try:
             self.require_room(request)
-            job = self._add(request)
+            job = self._add(request, arrived_s)
         except VllmError:
             if fetch is not None and self.connector is not None:
                 self.connector.fetches.discard(fetch)
@@ -130,7 +134,7 @@ class Driver:
             self._wake()
         return job
 
-    def _add(self, request: ParsedRequest) -> Job:
+    def _add(self, request: ParsedRequest, arrived_s: float | None) -> Job:
         self._serial += 1
         is_chat = request.kind in (CHAT, MESSAGE)
         usual = f"chatcmpl-{request.request_id}" if is_chat else f"cmpl-{request.request_id}-0"
@@ -140,7 +144,7 @@ class Driver:
             tokens = [*request.prompt, *request.answer.token_ids()]
             hashes = content_hashes(tokens, self.engine.config.block_size, request.lora, request.images)
             self._contents.learn(hashes)
-        arrival_s = self.clock.now_s()
+        added_s = self.clock.now_s()
         try:
             slot = self.engine.add(
                 RequestFacts(
@@ -150,7 +154,7 @@ class Driver:
                     output_tokens=request.answer.num_tokens,
                     max_tokens=request.max_tokens,
                     priority=request.priority,
-                    arrival_s=arrival_s,
+                    arrival_s=added_s,
                     prefix_hashes=hashes,
                     min_tokens=request.min_tokens or None,
                     leg=request.leg,
@@ -163,7 +167,13 @@ class Driver:
             raise bad_value(str(error)) from None
         self._bind_arrays()
         self._seen[slot] = 0
-        job = self._jobs[slot] = Job(request=request, engine_id=engine_id, slot=slot, serial=self._serial)
+        job = self._jobs[slot] = Job(
+            request=request,
+            engine_id=engine_id,
+            slot=slot,
+            serial=self._serial,
+            arrived_s=added_s if arrived_s is None else min(arrived_s, added_s),
+        )
         if self._exporter is not None:
             self._exporter.arrived(job, hashes)
         return job
@@ -336,6 +346,7 @@ class Driver:
 
     def _note_first(self, slots: np.ndarray) -> None:
         rows = self._rows[slots]
+        arrived_s = np.array([self._jobs[slot].arrived_s for slot in slots.tolist()])
         num_fetched_tokens = 0
         for slot, num_hits, num_prompt in zip(
             slots.tolist(), rows["hit_tokens"].tolist(), rows["prompt_tokens"].tolist(), strict=True
@@ -347,7 +358,7 @@ class Driver:
                 num_fetched_tokens += num_prompt - num_hits
         num_prompt_tokens, num_hit_tokens = int(rows["prompt_tokens"].sum()), int(rows["hit_tokens"].sum())
         self.metrics.first_tokens(
-            rows["first_token_s"] - rows["arrival_s"], num_prompt_tokens, num_hit_tokens, num_fetched_tokens
+            rows["first_token_s"] - arrived_s, num_prompt_tokens, num_hit_tokens, num_fetched_tokens
         )
         if self._exporter is not None:
             self._exporter.started(num_prompt_tokens, num_hit_tokens)
@@ -361,7 +372,8 @@ class Driver:
             if self._rows["in_flight_tokens"][job.slot] > 0 or self.engine.fetch_end_s(job.engine_id) is not None:
                 still.append((job, reason))
                 continue
-            facts, outcome = self.engine.request_in(job.slot), self.engine.outcome(job.engine_id)
+            facts = self.engine.request_in(job.slot)
+            outcome = replace(self.engine.outcome(job.engine_id), arrival_s=job.arrived_s)
             del self._jobs[job.slot]
             self.metrics.ended(facts, outcome, reason, job.request.max_tokens)
             if self._exporter is not None:

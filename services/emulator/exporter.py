@@ -251,7 +251,7 @@ class EngineStateExporter:
             job.slot,
             serial=job.serial,
             request_id=job.engine_id,
-            arrival_s=request.arrival_s,
+            arrival_s=job.arrived_s,
             prompt_tokens=request.prompt_tokens,
             max_tokens=parsed.max_tokens,
             min_tokens=parsed.min_tokens,

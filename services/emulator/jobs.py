@@ -23,6 +23,7 @@ class Job:
     engine_id: str
     slot: int
     serial: int
+    arrived_s: float  # before the compilation of its grammar
     num_ready: int = 0
     num_sent: int = 0
     cached_tokens: int = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -12,11 +12,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from predictor.request import PREFILL, SERVE, EncoderInput
 from services.emulator import answers
 from services.emulator.answers import AnswerLengths, EmulatedAnswer, StopRule
-from services.emulator.errors import VllmError, bad_value, invalid, malformed, mistyped
+from services.emulator.errors import VllmError, bad_value, busy, invalid, malformed, mistyped
 from services.emulator.tokens import VOCABULARY, chat_text, token_ids
 from services.emulator.transfer_params import RemoteBlocks, leg_and_blocks
 from services.engine_state.xargs import facts_in
-from services.http.openai_body import MessageError, read_messages
+from services.http.openai_body import MAX_SAMPLES, MessageError, read_messages
+from services.http.structured_output import grammar_of
 
 COMPLETION, CHAT = "completion", "chat"
 RESPONSE, MESSAGE, TRANSCRIPT = "response", "message", "transcript"  # which other modules read
@@ -25,6 +26,7 @@ LONGEST_ID = 512
 MAX_STOP_STRINGS = 64
 OUTPUT_TOKENS_HEADER = "x-block-output-tokens"
 MAX_DIGITS = 9
+GREEDY_BELOW = 1e-5  # temperatures
 NOT_EMULATED = ("echo", "logprobs", "prompt_logprobs", "use_beam_search", "suffix", "prompt_embeds")
 
 
@@ -81,6 +83,7 @@ class Served:
     lengths: AnswerLengths
     has_connector: bool = False
     adapters: Mapping[str, str] = field(default_factory=dict)  # paths of those that requests may name as their model
+    max_num_requests: int = 10_000  # that the engine queues
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +107,9 @@ class ParsedRequest:
     remote: RemoteBlocks | None = None  # of a decode leg
     engine_name: str = ""  # in the engine, before a number that makes it unique; else by the kind
     extra: Mapping[str, Any] = field(default_factory=dict)  # what the reply repeats of the body
+    grammar: bytes = b""  # names the grammar of a structured output, which is compiled before
+    num_prompts: int = 1
+    choices: tuple[ParsedRequest, ...] = ()  # of which the engine makes a request each, where there are several
     lora: tuple[str, str] | None = None  # name and path of the LoRA adapter that it names as its model
     images: tuple[EncoderInput, ...] = ()
 
@@ -134,14 +140,49 @@ def request_from(kind: str, data: Any, headers: Mapping[str, str], request_id: s
             kind="NotFoundError",
             param="model",
         )
-    prompt = _prompt(body)
+    prompts = _prompts(body)
+    num_samples = _num_samples(body)
+    if len(prompts) * num_samples > served.max_num_requests:
+        raise busy()
+    grammar = grammar_of(data)
+    made = [
+        _choice(kind, body, headers, request_id, served, prompt=prompt, sequence=sequence)
+        for prompt in prompts
+        for sequence in range(num_samples)
+    ]
+    if len(made) == 1:
+        return replace(made[0], grammar=grammar) if grammar else made[0]
+    named = tuple(
+        replace(one, engine_name=_engine_name(one, *divmod(index, num_samples), num_samples))
+        for index, one in enumerate(made)
+    )
+    return replace(made[0], grammar=grammar, num_prompts=len(prompts), choices=named)
+
+
+def _engine_name(choice: ParsedRequest, prompt: int, sequence: int, num_samples: int) -> str:
+    """Name the engine's request for a choice as vLLM does, up to the number that makes it unique."""
+    name = f"chatcmpl-{choice.request_id}" if choice.kind == CHAT else f"cmpl-{choice.request_id}-{prompt}"
+    return name if num_samples == 1 else f"{sequence}_{name}"
+
+
+def _choice(  # noqa: PLR0913 - what a choice is made of
+    kind: str,
+    body: CompletionBody | ChatBody,
+    headers: Mapping[str, str],
+    request_id: str,
+    served: Served,
+    *,
+    prompt: list[int],
+    sequence: int,
+) -> ParsedRequest:
+    """Check a request with one of its prompts, and make one of its answers."""
     room = served.max_model_len - len(prompt)
     wanted = _wanted_tokens(headers)
     max_tokens = _max_tokens(body, len(prompt), served.max_model_len, wanted)
     leg, remote = _leg(body.kv_transfer_params) if served.has_connector else (SERVE, None)
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     _check(body, stop, max_tokens)
-    seed = served.lengths.seed + (body.seed or 0)
+    seed = served.lengths.seed + (body.seed or 0) + sequence
     num_before = answers.answered_before(prompt, seed)
     chance, offset = answers.seeded_draw(prompt[: len(prompt) - num_before], seed)
     num_tokens = room if body.ignore_eos else max(1, (wanted or served.lengths.draw(chance)) - num_before)
@@ -218,18 +259,20 @@ def _prompt(body: CompletionBody | ChatBody) -> list[int]:
         if not body.messages:
             raise bad_value("Cannot apply chat template to an empty conversation. Provide at least one message.")
         return token_ids(chat_text(_messages(body.messages), continues=_continues(body)))
+    return _prompts(body)[0]
+
+
+def _prompts(body: CompletionBody | ChatBody) -> list[list[int]]:
+    """Tokenize the prompts; a chat has one."""
+    if isinstance(body, ChatBody):
+        return [_prompt(body)]
     prompt = body.prompt
     if prompt is None or prompt == "":
         raise bad_value("Either prompt or prompt_embeds must be provided and non-empty.", "prompt")
     if prompt == []:
         raise bad_value("You must pass at least one prompt")
-    if isinstance(prompt, list) and isinstance(prompt[0], str | list):
-        if len(prompt) > 1:
-            raise bad_value("Several prompts in one request are not emulated.", "prompt")
-        prompt = prompt[0]
-    if isinstance(prompt, str):
-        return token_ids(prompt)
-    return _checked_ids(prompt)
+    given = prompt if isinstance(prompt, list) and isinstance(prompt[0], str | list) else [prompt]
+    return [token_ids(one) if isinstance(one, str) else _checked_ids(one) for one in given]
 
 
 def _continues(body: ChatBody) -> bool:
@@ -307,9 +350,8 @@ def _max_tokens(body: CompletionBody | ChatBody, num_prompt: int, max_model_len:
 
 
 def _check(body: CompletionBody | ChatBody, stop: list[str], max_tokens: int) -> None:
-    if body.n is not None and body.n != 1:
-        text = f"n must be at least 1, got {body.n}." if body.n < 1 else "n above 1 is not emulated."
-        raise bad_value(text, "n" if body.n > 1 else None)
+    if body.n is not None and body.n > 1 and body.temperature is not None and body.temperature < GREEDY_BELOW:
+        raise bad_value(f"n must be 1 when using greedy sampling, got {body.n}.")
     if "" in stop:
         raise bad_value("stop cannot contain an empty string.")
     if len(stop) > MAX_STOP_STRINGS:
@@ -320,6 +362,19 @@ def _check(body: CompletionBody | ChatBody, stop: list[str], max_tokens: int) ->
         raise bad_value(f"min_tokens must be less than or equal to max_tokens={max_tokens}, got {body.min_tokens}.")
     if body.temperature is not None and not body.temperature >= 0:
         raise bad_value(f"temperature must be non-negative, got {body.temperature}.", "temperature", body.temperature)
+
+
+def _num_samples(body: CompletionBody | ChatBody) -> int:
+    """Return how many answers to each prompt are wanted."""
+    num = 1 if body.n is None else body.n
+    if num < 1:
+        raise bad_value(f"n must be at least 1, got {num}.")
+    if num > MAX_SAMPLES:
+        raise bad_value(
+            f"n must be at most {MAX_SAMPLES}, got {num}. To increase this limit, set the VLLM_MAX_N_SEQUENCES "
+            "environment variable."
+        )
+    return num
 
 
 def _wanted_tokens(headers: Mapping[str, str]) -> int | None:

@@ -29,11 +29,16 @@ class ReplyWriter(Protocol):
 
 
 class CompletionReply:
-    """Writes one response; the parts that do not change from token to token are written once."""
+    """Writes one response; the parts that do not change from token to token are written once.
 
-    def __init__(self, request: ParsedRequest, created_s: int) -> None:
+    With an `index` it is one of several of a request, whose usage and end are not in its events.
+    """
+
+    def __init__(self, request: ParsedRequest, created_s: int, *, index: int | None = None) -> None:
         """Write the constant parts."""
         self._request = request
+        self._index = index or 0
+        self._is_part = index is not None
         self._answer = request.answer
         self._is_chat = request.kind == CHAT
         prefix, kind = ("chatcmpl", "chat.completion") if self._is_chat else ("cmpl", "text_completion")
@@ -53,7 +58,12 @@ class CompletionReply:
         """Return the event before a chat's first token; nothing for a completion."""
         if not self._is_chat:
             return b""
-        choice = {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        choice = {
+            "index": self._index,
+            "delta": {"role": "assistant", "content": ""},
+            "logprobs": None,
+            "finish_reason": None,
+        }
         usage = {"usage": self._usage_after(0)} if self._request.continuous_usage else {}
         ids = self._prompt_ids()
         return _event({**self._common, "choices": [choice], **usage, "prompt_token_ids": ids, "prompt_text": None})
@@ -66,27 +76,46 @@ class CompletionReply:
         events = [self._token(place) for place in range(start, min(end, num_tokens - 1))]
         if end >= num_tokens:
             events.append(self._last_token())
+            if self._is_part:
+                return b"".join(events)
             if self._request.include_usage:
-                cached = {"cached_tokens": cached_tokens, **({"created_cache_tokens": 0} if self._is_chat else {})}
-                usage = {**self._usage(num_tokens), "prompt_tokens_details": cached}
-                events.append(
-                    _event({**self._common, "choices": [], "usage": usage, "system_fingerprint": FINGERPRINT})
-                )
+                events.append(self.usage_event((len(self._request.prompt), num_tokens), cached_tokens))
             events.append(DONE)
         return b"".join(events)
 
+    def usage_event(self, counts: tuple[int, int], cached_tokens: int) -> bytes:
+        """Return the event with the numbers of tokens of prompts and answers."""
+        cached = {"cached_tokens": cached_tokens, **({"created_cache_tokens": 0} if self._is_chat else {})}
+        usage = {**_usage_of(*counts), "prompt_tokens_details": cached}
+        return _event({**self._common, "choices": [], "usage": usage, "system_fingerprint": FINGERPRINT})
+
     def whole(self, cached_tokens: int, kv_transfer_params: dict[str, Any] | None = None, /) -> bytes:
         """Return the response in one piece; that of a prefill leg says where its KV blocks are."""
+        counts = len(self._request.prompt), self._answer.num_tokens
+        return self.whole_of([self.choice()], counts, cached_tokens, kv_transfer_params)
+
+    def whole_of(
+        self,
+        choices: list[dict[str, Any]],
+        counts: tuple[int, int],
+        cached_tokens: int,
+        kv_transfer_params: dict[str, Any] | None = None,
+    ) -> bytes:
+        """Return a reply with some choices, and the numbers of tokens of prompts and answers."""
         cached = {
             "cached_tokens": cached_tokens, "created_cache_tokens": 0 if self._is_chat else None,
             "multimodal_tokens": None,
         }  # fmt: skip
-        usage = {
-            **self._usage(self._answer.num_tokens), "prompt_tokens_details": cached, "completion_tokens_details": None,
-        }  # fmt: skip
+        usage = {**_usage_of(*counts), "prompt_tokens_details": cached, "completion_tokens_details": None}
         about = {"service_tier": None, "system_fingerprint": FINGERPRINT, "usage": usage}
         closing = {"kv_transfer_params": kv_transfer_params, "ec_transfer_params": None, "metrics": None}
-        prompt = {"prompt_logprobs": None, "prompt_token_ids": self._prompt_ids()}
+        if self._is_chat:
+            prompt = {"prompt_logprobs": None, "prompt_token_ids": self._prompt_ids(), "prompt_text": None}
+            return _json({**self._common, "choices": choices, **about, **prompt, **closing})
+        return _json({**self._common, "choices": choices, **about, **closing})
+
+    def choice(self) -> dict[str, Any]:
+        """Return the choice of a response in one piece."""
         ids = self._answer.token_ids() if self._request.returns_token_ids else None
         text = self._answer.text(0, self._answer.num_tokens)
         end = {"logprobs": None, "finish_reason": self._answer.finish_reason, "stop_reason": self._answer.stop_reason}
@@ -95,10 +124,9 @@ class CompletionReply:
                 "role": "assistant", "content": text, "refusal": None, "annotations": None, "audio": None,
                 "function_call": None, "reasoning": None,
             }  # fmt: skip
-            choice: dict[str, Any] = {"index": 0, "message": message, **end, "token_ids": ids, "routed_experts": None}
-            return _json({**self._common, "choices": [choice], **about, **prompt, "prompt_text": None, **closing})
-        choice = {"index": 0, "text": text, **end, "token_ids": ids, **prompt, "routed_experts": None}
-        return _json({**self._common, "choices": [choice], **about, **closing})
+            return {"index": self._index, "message": message, **end, "token_ids": ids, "routed_experts": None}
+        prompt = {"prompt_logprobs": None, "prompt_token_ids": self._prompt_ids()}
+        return {"index": self._index, "text": text, **end, "token_ids": ids, **prompt, "routed_experts": None}
 
     def _token(self, place: int) -> bytes:
         text, tail = self._answer.streamed_text(place).encode(), self._tail
@@ -131,7 +159,7 @@ class CompletionReply:
     def _around_text(self, *, is_last: bool) -> tuple[bytes, bytes]:
         """Return what is before and after the text of an event."""
         reason, stop = (self._answer.finish_reason, self._answer.stop_reason) if is_last else (None, None)
-        choice: dict[str, Any] = {"index": 0}
+        choice: dict[str, Any] = {"index": self._index}
         choice |= {"delta": {"content": TEXT}} if self._is_chat else {"text": TEXT}
         choice |= {"logprobs": None, "finish_reason": reason}
         if not self._is_chat:
@@ -142,15 +170,14 @@ class CompletionReply:
         head, _, tail = _event({**self._common, "choices": [choice]}).partition(_json(TEXT)[1:-1])
         return head, tail
 
-    def _usage(self, num_tokens: int) -> dict[str, Any]:
-        num_prompt = len(self._request.prompt)
-        return {
-            "prompt_tokens": num_prompt, "total_tokens": num_prompt + num_tokens, "completion_tokens": num_tokens,
-        }  # fmt: skip
-
     def _usage_after(self, num_tokens: int) -> dict[str, Any]:
         """Return the usage in events that are not the last."""
-        return {**self._usage(num_tokens), **({"completion_tokens_details": None} if self._is_chat else {})}
+        usage = _usage_of(len(self._request.prompt), num_tokens)
+        return {**usage, **({"completion_tokens_details": None} if self._is_chat else {})}
+
+
+def _usage_of(num_prompt: int, num_tokens: int) -> dict[str, Any]:
+    return {"prompt_tokens": num_prompt, "total_tokens": num_prompt + num_tokens, "completion_tokens": num_tokens}
 
 
 def _with(tail: bytes, name: str, value: Any) -> bytes:

@@ -21,6 +21,7 @@ from services.emulator.app import VERSION, ConnectionProtocol, Emulator
 from services.emulator.clock import EngineClock, Pace
 from services.emulator.driver import Driver
 from services.emulator.exporter import ContentHashes, EngineStateExporter
+from services.emulator.grammars import GrammarCompiler
 from services.emulator.kv_transfers import EmulatedConnector
 from services.emulator.metrics import EngineMetrics, Exposition
 from services.emulator.openai import Served
@@ -118,6 +119,7 @@ def application(
         lengths=lengths,
         has_connector=connector is not None,
         adapters=adapters.paths,
+        max_num_requests=settings.max_num_queued_reqs,
     )
     metrics = EngineMetrics(max_model_len=config.max_model_len, speed=settings.speed)
     about = {"model": settings.model, "profile": profile.name, "source": f"vllm {VERSION}"}
@@ -141,7 +143,10 @@ def application(
     for name in adapters.paths:
         driver.load_adapter(name)
     exposition = Exposition(metrics, engine.config, settings.model, connector.counts if connector else None)
-    return Emulator(driver, served, exposition, max_body_bytes=settings.max_body_bytes, adapters=adapters)
+    grammars = GrammarCompiler(settings.grammar_compile_s / clock.speed)
+    return Emulator(
+        driver, served, exposition, max_body_bytes=settings.max_body_bytes, adapters=adapters, grammars=grammars
+    )
 
 
 def with_adapters(config: EngineConfig, *, enabled: bool) -> EngineConfig:

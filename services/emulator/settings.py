@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -40,6 +41,9 @@ class EmulatorSettings:
         200.0
     )
     output_spread: Annotated[float, "Standard deviation of the logarithm of the response length."] = 0.8
+    grammar_compile_s: Annotated[
+        float, "Time to compile the grammar of a structured output that the engine has not seen before, in seconds."
+    ] = 0.05
     max_num_queued_reqs: Annotated[
         int, "Maximum number of unfinished requests; further requests are refused with status 503."
     ] = 10_000
@@ -67,6 +71,8 @@ class EmulatorSettings:
         for name in ("max_num_queued_reqs", "max_body_bytes"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: must be at least 1, not {getattr(self, name)}")
+        if not 0 <= self.grammar_compile_s < math.inf:
+            raise ValueError(f"grammar_compile_s: must be a time from 0 on, not {self.grammar_compile_s}")
         if not self.drain_s >= 0:
             raise ValueError(f"drain_s: must be a time from 0 on, not {self.drain_s}")
         if modules_from(self.lora_modules) and not self.enable_lora:

@@ -14,6 +14,7 @@ from services.http.proxying import SERVER_ERROR
 from services.http.reply_format import FAILED
 from services.http.sse import Ending, StreamReader
 from services.rpc.messages import CLASSES
+from services.rpc.request_groups import num_responses_of
 
 BUSY = 429
 
@@ -57,6 +58,10 @@ class StreamAttainment:
         times = reader.token_times(self._marks, ending)
         if base:
             times = [*self._earlier, *((base + so_far, time_s) for so_far, time_s in times)]
+        num_responses = num_responses_of(self.request)
+        if num_responses > 1:  # their tokens come side by side: they count as one response of their mean length
+            num_tokens = max(1, num_tokens // num_responses)
+            times = [(-(-so_far // num_responses), time_s) for so_far, time_s in times]
         end_s = self._marks[-1][1]
         ttft_s = next((time_s for so_far, time_s in times if so_far > 0), end_s)
         last_s = next((time_s for so_far, time_s in times if so_far >= num_tokens), end_s)

@@ -11,7 +11,6 @@ from scheduler.prefix.prompt import PROMPT_END_BYTES
 from services.http.continuable import IDS_FIELD, has_other_parts, why_not_continuable
 from services.http.json_body import MAX_JSON_DEPTH
 from services.http.json_fields import (
-    MAX_TOKENS,
     count_in,
     description_of,
     flag_in,
@@ -20,8 +19,10 @@ from services.http.json_fields import (
     signed,
     xargs_in,
 )
+from services.http.structured_output import grammar_of
 
 MAX_TOKEN_IDS = 8192  # kept of a prompt that is sent as token ids
+MAX_SAMPLES = 16384  # responses to a prompt: vLLM's own limit
 KV_TRANSFER_PARAMS = "kv_transfer_params"
 COMPLETE, CONVERSE = "text_completion", "chat"
 MOST_BYTES = 2**31  # that a prompt counts
@@ -47,6 +48,8 @@ class OpenAIRequest:
     token_ids: tuple[int, ...] = ()  # the first ones, where the client sent those of one prompt
     num_prompts: int = 1
     num_samples: int = 1  # responses to each prompt
+    prompt_sizes: tuple[int, ...] = ()  # of several prompts, in tokens where the client sent these, else in bytes
+    grammar: bytes = b""  # names the grammar of a structured output
     conversation: Mapping[str, Any] | None = None  # the whole body of a chat
     xargs: Mapping[str, Any] | None = None  # `vllm_xargs`, for plug-ins of vLLM; None without this key
     undivided: bool = False  # one engine must serve it whole: see `_is_undivided`
@@ -83,6 +86,7 @@ def read_body(body: bytes, *, chat: bool, max_depth: int = MAX_JSON_DEPTH) -> Op
         token_ids=tuple(prompts[0][:MAX_TOKEN_IDS]) if len(prompts) == 1 else (),
         num_prompts=num_prompts,
         num_samples=_num_samples(data),
+        prompt_sizes=_sizes(parts, prompts) if num_prompts > 1 else (),
         conversation=data if chat else None,
         undivided=num_prompts > 1
         or (max_tokens is not None and max_tokens <= 1)
@@ -129,6 +133,7 @@ def request_in(  # noqa: PLR0913 - what endpoints differ in
         priority=signed(data.get("priority"), "priority"),
         hinted_priority=_hinted_priority(hints),
         xargs=xargs_in(data),
+        grammar=grammar_of(data),
         undivided=undivided,
         fields=frozenset(data),
         **more,
@@ -177,9 +182,23 @@ def _is_undivided(data: Mapping[str, Any]) -> bool:
 
 
 def _num_samples(data: Mapping[str, Any]) -> int:
-    """Return how many responses to a prompt are generated; the engine refuses what is no such number."""
-    given = [value for value in (data.get("n"), data.get("best_of")) if type(value) is int]
-    return min(MAX_TOKENS, max([1, *given]))
+    """Return how many responses to a prompt are generated; vLLM's engine ignores `best_of`."""
+    num = data.get("n")
+    if num is None:
+        return 1
+    if type(num) is not int:
+        raise ValueError(f"n: must be a whole number, not {description_of(num)}")
+    if not 1 <= num <= MAX_SAMPLES:
+        raise ValueError(f"n: must lie between 1 and {MAX_SAMPLES}, not {num}")
+    return num
+
+
+def _sizes(texts: Sequence[str], prompts: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """Return the sizes of several prompts, none of which is empty."""
+    sizes = tuple(map(len, prompts)) if prompts else tuple(len(text.encode("utf-8", "replace")) for text in texts)
+    if 0 in sizes:
+        raise ValueError(f"prompt[{sizes.index(0)}]: is empty")
+    return sizes
 
 
 def _prompt(data: Mapping[str, Any]) -> tuple[list[str], list[list[int]]]:
@@ -189,7 +208,9 @@ def _prompt(data: Mapping[str, Any]) -> tuple[list[str], list[list[int]]]:
         raise ValueError("prompt: is missing")
     if isinstance(prompt, str):
         return [prompt], []
-    if isinstance(prompt, list) and prompt:
+    if prompt == []:
+        raise ValueError("prompt: is an empty list; give at least one prompt")
+    if isinstance(prompt, list):
         if all(isinstance(item, str) for item in prompt):
             return prompt, []
         if all(type(item) is int for item in prompt):

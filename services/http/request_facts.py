@@ -186,6 +186,9 @@ def request_message(  # noqa: PLR0913 - what a request is read from
         max_tokens=openai.max_tokens,
         output_tokens=1 if openai.prefill_only else None,  # the step that ends the prompt
         num_prompts=openai.num_prompts if openai.num_prompts > 1 else 0,
+        num_sequences=openai.num_samples if openai.num_samples > 1 else 0,
+        prompts=prompt_messages(openai, prompt_tokens) if openai.prompt_sizes else (),
+        grammar=openai.grammar,
         min_tokens=openai.min_tokens,
         ignore_eos=openai.ignore_eos,
         expected_output_tokens=openai.expected_tokens,
@@ -202,6 +205,13 @@ def request_message(  # noqa: PLR0913 - what a request is read from
         field = headers.objective_header or "objective of the API key"
         fill_from(request, objectives.named(request.objective, field), has_priority=priority is not None)
     return request
+
+
+def prompt_messages(openai: OpenAIRequest, prompt_tokens: int) -> list[common_pb2.Prompt]:
+    """Divide the tokens of several prompts among them, by their sizes."""
+    sizes = openai.prompt_sizes
+    share = prompt_tokens / sum(sizes)  # 1 where the client sent token ids
+    return [common_pb2.Prompt(prompt_tokens=max(1, round(size * share))) for size in sizes]
 
 
 def priority_of(openai: OpenAIRequest, headers: RequestHeaders) -> int | None:

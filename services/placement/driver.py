@@ -43,8 +43,9 @@ from services.placement.sidecar_connection import ForecastCall, SidecarConnectio
 from services.placement.tail import Tail
 from services.registered_instances import RegisteredInstances
 from services.rpc.errors import UnknownNameError
-from services.rpc.messages import LEG_NAMES, LEG_VALUES, forecast_message, request_from, require_name
+from services.rpc.messages import LEG_NAMES, LEG_VALUES, forecast_message, require_name
 from services.rpc.objectives import fill_from, objective_from, set_objective
+from services.rpc.request_groups import num_responses_of, placeable_from, require_num_responses
 from services.security.own_key import own_key
 
 log = logging.getLogger(__name__)
@@ -206,12 +207,13 @@ class PlacementDriver:
 
     async def _complete(self, request: common_pb2.Request, prompt: bytes, policy: Policy) -> None:
         """Find out what forecasts need to know of the request, and refuse an invalid one."""
+        require_num_responses(request, self.settings.max_responses)
         if policy.length_quantiles > 1 and not request.length_quantiles:
             request.length_quantiles = policy.length_quantiles
         ask = self.settings.forecast_always or any(part.needs_forecast or part.needs_tag for part in policy.parts)
         await self._lengths.resolve(request, prompt, ask=ask)
         try:
-            request_from(request)
+            placeable_from(request)
         except ValueError as error:
             raise ValueError(f"request.{error}") from None
 
@@ -550,7 +552,7 @@ def _indicators(
     slo = objective.slo
     return RequestIndicators(
         prompt_tokens=request.prompt_tokens,
-        tag_tokens=tokens,
+        tag_tokens=tokens * num_responses_of(request),
         due_s=math.inf if slo.ttft_s is None else arrived_s - request.waited_s + slo.ttft_s - margin_s,
         tpot_slo_s=math.inf if slo.tpot_s is None else slo.tpot_s,
         adapter=adapter_number(request.adapter),

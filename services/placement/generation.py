@@ -397,6 +397,7 @@ class Generation:
                                 token_ids=() if self._hides_ids else piece.token_ids,
                                 num_tokens=len(piece.token_ids),
                                 finish_reason=piece.finish_reason,
+                                index=piece.index,
                             )
             except (ConnectionError, TimeoutError):
                 if not tracker.is_complete:  # only the usage is missing

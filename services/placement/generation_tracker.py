@@ -11,6 +11,7 @@ from protos.block.v1 import common_pb2
 from services.http.prefill_leg import HeldBlocks
 from services.placement.outcomes import outcome_of
 from services.placement.upstream_engine import EngineError, StreamChunk
+from services.rpc.request_groups import num_responses_of
 
 REASONS = {
     "stop": common_pb2.FINISH_REASON_STOP,
@@ -28,6 +29,7 @@ class GenerationTracker:
     entered_s: float  # when the request entered the system, by the monotonic clock
     finish_reason: common_pb2.FinishReason.ValueType = common_pb2.FINISH_REASON_CANCELLED
     num_chunks: int = 0
+    num_finished: int = 0  # responses
     num_tokens: int = 0
     prompt_tokens: int = 0
     hit_tokens: int = 0
@@ -56,7 +58,10 @@ class GenerationTracker:
             if not self.counted:
                 self.num_tokens += len(piece.token_ids) or bool(piece.text)
         if piece.finish_reason:
-            self.finish_reason = REASONS.get(piece.finish_reason, common_pb2.FINISH_REASON_FAILED)
+            self.num_finished += 1
+            reason = REASONS.get(piece.finish_reason, common_pb2.FINISH_REASON_FAILED)
+            if reason == common_pb2.FINISH_REASON_FAILED or self.num_finished >= num_responses_of(self.request):
+                self.finish_reason = reason
         if piece.usage is not None:
             self._count(piece.usage)
 

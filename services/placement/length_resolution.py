@@ -122,7 +122,7 @@ class LengthResolver(PlacementListener):
         """Send a completed outcome to the tagger in the next batch; the oldest are dropped if it is away for long."""
         if self._channel is None or outcome.finish_reason not in COMPLETED:
             return
-        self._outcomes.append(outcome)
+        self._outcomes.append(outcome if outcome.num_sequences <= 1 else _of_one_response(outcome))
         if len(self._outcomes) > MAX_KEPT:
             self._outcomes.popleft()
             self._metrics.outcomes.labels("lost").inc()
@@ -161,3 +161,12 @@ class LengthResolver(PlacementListener):
             pass
         if self._channel is not None:
             await self._channel.close()
+
+
+def _of_one_response(outcome: common_pb2.Outcome) -> common_pb2.Outcome:
+    """Return the outcome of a request with several responses as that of one with a response of their mean length."""
+    one = common_pb2.Outcome()
+    one.CopyFrom(outcome)
+    one.output_tokens = round(outcome.output_tokens / outcome.num_sequences)
+    one.num_sequences = 0
+    return one

@@ -6,6 +6,7 @@ import time
 
 from protos.block.v1 import common_pb2
 from services.http.reply_format import CANCELLED, FAILED
+from services.rpc.request_groups import num_responses_of
 
 
 def outcome_of(  # noqa: PLR0913 - what an outcome says
@@ -34,6 +35,8 @@ def outcome_of(  # noqa: PLR0913 - what an outcome says
     is_whole = last_s is not None and reason not in (CANCELLED, FAILED)
     e2e_s = (last_s if is_whole and last_s is not None else time.monotonic()) - arrived_s
     ttft_s = None if first_s is None else first_s - arrived_s
+    num_responses = num_responses_of(request)
+    tokens_each = output_tokens / num_responses  # their tokens come side by side
     return common_pb2.Outcome(
         request_id=request.request_id,
         instance_id=instance_id,
@@ -46,7 +49,7 @@ def outcome_of(  # noqa: PLR0913 - what an outcome says
         prefix_hit_tokens=prefix_hit_tokens,
         ttft_s=ttft_s,
         e2e_s=e2e_s,
-        tpot_s=None if ttft_s is None or output_tokens < 2 else (e2e_s - ttft_s) / (output_tokens - 1),
+        tpot_s=None if ttft_s is None or tokens_each < 2 else (e2e_s - ttft_s) / (tokens_each - 1),
         tag=decision.tag if decision is not None and decision.HasField("tag") else None,
         forecast=decision.forecast if decision is not None and decision.HasField("forecast") else None,
         policy=policy,
@@ -55,4 +58,5 @@ def outcome_of(  # noqa: PLR0913 - what an outcome says
         prefill_s=prefill_s,
         hand_over_s=hand_over_s,
         migration=migration,
+        num_sequences=num_responses if num_responses > 1 else 0,
     )

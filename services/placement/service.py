@@ -19,6 +19,7 @@ from services.http.client import HttpClient
 from services.http.engine_deaths import EngineDeaths
 from services.http.openai_body import OpenAIRequest
 from services.http.prompt_tokens import PromptSizes, PromptTokens
+from services.http.request_facts import prompt_messages
 from services.http.trace_context import TRACEPARENT, trace_parent_from
 from services.logs import log_event
 from services.placement.driver import PlacementDriver
@@ -184,10 +185,16 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
 
     async def _measure(self, request: common_pb2.Request, ask: OpenAIRequest) -> None:
         """Find out the length of a prompt and the names of its blocks, as far as the client did not give them."""
-        if request.prompt_tokens and request.prefix_hashes:
+        request.grammar = request.grammar or ask.grammar
+        if request.prompts and len(request.prompts) != ask.num_prompts:
+            raise ValueError(f"request.prompts: are {len(request.prompts)}, but the input has {ask.num_prompts}")
+        if request.prompt_tokens and request.prefix_hashes and ask.num_prompts == 1:
             return
         num_tokens, names = await self._prompts.read_aside(ask)
         request.prompt_tokens = request.prompt_tokens or num_tokens
+        if ask.num_prompts > 1 and not request.prompts:
+            request.num_prompts = ask.num_prompts
+            request.prompts.extend(prompt_messages(ask, request.prompt_tokens))
         if names and not request.prefix_hashes:
             request.prefix_hashes.extend(names)
             request.prefix_block_tokens = self._settings.block_tokens

@@ -31,7 +31,14 @@ from services.settings import Nested, Option
 
 MAX_RESERVATION_S = 600.0
 MAX_RECORD_MIB = 2.0**20
-MINIMA = {"max_conflicts": 0, "max_held": 0, "max_deciding": 1, "failures_to_open": 1, "attempts": 1}
+MINIMA = {
+    "max_conflicts": 0,
+    "max_held": 0,
+    "max_deciding": 1,
+    "max_responses": 1,
+    "failures_to_open": 1,
+    "attempts": 1,
+}
 TIMES = (
     "sidecar_deadline_s",
     "watch_s",
@@ -139,6 +146,9 @@ class SchedulerSettings:
             unit="ms",
         ),
     ] = 0.02
+    max_responses: Annotated[
+        int, "Maximum number of responses of one request, its prompts times n; more are refused with status 400."
+    ] = 1024
     max_deciding: Annotated[int, "Maximum number of forecast fan-outs in progress; further requests wait."] = 8
     failures_to_open: int = 2  # consecutive failures of a component that open its circuit
     first_pause_s: float = 0.25  # how long a circuit stays open at first

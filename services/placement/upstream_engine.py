@@ -32,8 +32,9 @@ OTHER_FIELDS = {
     "min_tokens": "request.min_tokens",
     "ignore_eos": "request.ignore_eos",
     "priority": "request.priority",
+    "n": "request.num_sequences",
 }
-FIXED = {"stream", "stream_options", "n", "best_of", "use_beam_search", "echo", KV_TRANSFER_PARAMS}
+FIXED = {"stream", "stream_options", "best_of", "use_beam_search", "echo", KV_TRANSFER_PARAMS}
 ERROR = "error"  # the reason of an answer that ended in a failure of its engine
 
 
@@ -55,6 +56,7 @@ class StreamChunk:
     text: str = ""
     token_ids: tuple[int, ...] = ()
     finish_reason: str = ""
+    index: int = 0  # of the response
     usage: Mapping[str, Any] | None = None
 
     def is_answer(self) -> bool:
@@ -144,6 +146,8 @@ def _settings(request: common_pb2.Request) -> dict[str, Any]:
         settings["min_tokens"] = request.min_tokens
     if request.ignore_eos:
         settings["ignore_eos"] = True
+    if request.num_sequences > 1:
+        settings["n"] = request.num_sequences
     if request.priority:  # engines that do not order by priority refuse any other than 0
         settings["priority"] = request.priority
     return settings
@@ -159,7 +163,20 @@ def _input(message: scheduler_pb2.GenerateRequest) -> tuple[bytes, dict[str, Any
     if kind == "messages" and message.messages:
         messages: Any = _plain(MessageToDict(message.messages))
         return CHAT, {"messages": messages}, "\n".join(conversation_texts(messages)).encode()
-    raise ValueError("input: is missing: prompt, prompt_token_ids or messages" if kind is None else f"{kind}: is empty")
+    if kind == "prompts":
+        return COMPLETIONS, {"prompt": _prompts(message.prompts)}, "\n".join(message.prompts.texts).encode()
+    wanted = "input: is missing: prompt, prompt_token_ids, messages or prompts"
+    raise ValueError(wanted if kind is None else f"{kind}: is empty")
+
+
+def _prompts(prompts: scheduler_pb2.Prompts) -> list[str] | list[list[int]]:
+    """Return several prompts, which are texts or token ids."""
+    texts, ids = list(prompts.texts), [list(one.ids) for one in prompts.token_ids]
+    if texts and ids:
+        raise ValueError("prompts: must be texts or token_ids, not both")
+    if not texts and not ids:
+        raise ValueError("prompts: is empty; give at least one prompt")
+    return texts or ids
 
 
 def _plain(value: Any) -> Any:
@@ -269,6 +286,7 @@ def _chunk(event: bytes) -> StreamChunk | None:
             text=text or "",
             token_ids=tuple(choice.get("token_ids") or ()),
             finish_reason=choice.get("finish_reason") or "",
+            index=max(0, int(choice.get("index") or 0)),
             usage=usage,
         )
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):

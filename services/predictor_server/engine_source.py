@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from predictor.engine_view import EndedRequest, EngineView
-from predictor.request import RequestFacts
+from predictor.request_group import Placeable
 from predictor.reserved_requests import ReportedLengths
 from predictor.snapshot import Snapshot
 from protos.block.v1 import common_pb2
@@ -33,7 +33,7 @@ class EngineSource(Protocol):
     def snapshot(self) -> Snapshot:
         """Return the engine's state as a snapshot, reserved requests included; DownError as in `refresh`."""
 
-    def reserve(self, request: RequestFacts) -> None:
+    def reserve(self, request: Placeable) -> None:
         """Add a request to the view that has not arrived yet; ValueError where the engine could never serve it."""
 
     def release(self, request_id: str) -> None:

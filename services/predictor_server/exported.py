@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 
 from predictor.adapter_times import AdapterTimes
+from predictor.approximations import UNKNOWN_PREFIXES
 from predictor.correction import Correction, CorrectionRule, RegionCorrection
+from predictor.engine import Engine
 from predictor.engine_replica import EngineReplica
 from predictor.engine_view import EndedRequest, EngineView
 from predictor.forecast import Forecaster
@@ -20,12 +22,12 @@ from predictor.indicators import EngineCounters
 from predictor.lengths import Tag
 from predictor.profile import NO_TRANSIT, Profile, load_profile
 from predictor.profile_check import StepCheck, require_possible
-from predictor.request import RequestFacts
+from predictor.request_group import Placeable
 from predictor.reserved_requests import ReportedLengths, ReservedRequests
 from predictor.snapshot import Snapshot
 from predictor.step_time import region_of
 from protos.block.v1 import common_pb2
-from services.engine_state.identity import client_id
+from services.engine_state.identity import client_id, parts_of
 from services.engine_state.layout import REASONS
 from services.engine_state.reader import Reader
 from services.engine_state.snapshot import config_of, reported_state, snapshot_from_view
@@ -137,7 +139,7 @@ class ExportedEngine:
         snapshot = snapshot_from_view(self._followed.view, self.lengths.as_tags())
         return replace(snapshot, reserved=self._reserved.as_reserved())
 
-    def reserve(self, request: RequestFacts) -> None:
+    def reserve(self, request: Placeable) -> None:
         """Add a request to the view that has not arrived yet; ValueError where the engine could never serve it."""
         view = self._view or self.refresh()
         if self._reserved.add(request, view.engine, view.arrival_s):
@@ -223,6 +225,7 @@ class ExportedEngine:
             serial=0,
             transit=self._transit,
             counters=self._counters.values(view.clock_rate) | {"pace": self._correction.every.factor},
+            approximations=_approximations(followed.replica.engine),
         )
         return followed
 
@@ -259,6 +262,7 @@ class ExportedEngine:
             raise UnreadableError(CORRUPT, f"{self._reader.path}: has not been followed yet")
         engine_s = (now_s - float(view.state["clock_origin_s"])) * view.clock_rate
         engine_view.now_s = max(engine_view.now_s, engine_s)
+        self._shown += self._reserved.drop_unshown(followed.replica.engine, now_s)
         engine_view.overdue_s = followed.replica.late_s(engine_view.now_s) / view.clock_rate
         followed.replica.wait_until(engine_view.now_s)
         self._mark_changed()
@@ -282,14 +286,15 @@ class ExportedEngine:
         followed.serials[slots] = serials
         for slot in new.tolist():
             row = view.requests[slot]
-            name = _client_id(row)
+            name, prompt, sequence = parts_of(_engine_id(row))
             tokens, tag = self.lengths.of(name) or (0, None)
             followed.known_tokens[slot] = tokens
             followed.tag_median[slot], followed.tag_spread[slot] = _tag_of(row, tag)
             held_s = self._reserved.held_s(name)
             followed.held_s[slot] = np.nan if held_s is None else held_s
-            self._shown.append(name)
-            self.release(name)
+            if self._reserved.show(name, prompt, sequence, followed.replica.engine, time.monotonic()):
+                self._shown.append(name)
+            self._mark_changed()
         self._counters.count_arrivals(len(new), time.monotonic())
 
     def _correct_pace(self, followed: FollowedEngine) -> None:
@@ -387,8 +392,13 @@ def alone_on_the_link(live: np.ndarray, slots: np.ndarray) -> list[int]:
     ]
 
 
-def _client_id(row: np.void) -> str:
-    return client_id(bytes(row["request_id"]).decode(errors="replace"))
+def _approximations(engine: Engine) -> tuple[str, ...]:
+    """Return what all forecasts of an engine approximate: without the contents of its blocks, hits are unknown."""
+    return (UNKNOWN_PREFIXES,) if engine.config.enable_prefix_caching and not engine.tracks_blocks else ()
+
+
+def _engine_id(row: np.void) -> str:
+    return bytes(row["request_id"]).decode(errors="replace")
 
 
 def _tag_of(row: np.void, reported: Tag | None) -> tuple[float, float]:
@@ -409,7 +419,7 @@ def _ended_request(row: np.void, clock_rate: float) -> EndedRequest:
         return (float(time_s) - arrival_s) / clock_rate if time_s >= arrival_s else None
 
     return EndedRequest(
-        request_id=_client_id(row),
+        request_id=client_id(_engine_id(row)),
         output_tokens=int(row["output_tokens"]),
         ttft_s=since_arrival_s(row["first_token_s"]),
         e2e_s=since_arrival_s(row["finished_s"]),

@@ -166,7 +166,8 @@ class ForecastErrors:
             self._observe("ttft", forecast.ttft_s, one.ttft_s)
             self._observe("e2e", forecast.e2e_s, one.e2e_s)
             self._observe("output_tokens", forecast.output_tokens, one.output_tokens)
-            if one.ttft_s is not None and one.e2e_s is not None and one.output_tokens > 1:
+            is_single = one.num_requests == 1  # the tokens of several come side by side
+            if is_single and one.ttft_s is not None and one.e2e_s is not None and one.output_tokens > 1:
                 self._observe("tpot", forecast.tpot_s, (one.e2e_s - one.ttft_s) / (one.output_tokens - 1))
 
     def _observe(self, quantity: str, predicted: float, actual: float | None) -> None:

@@ -29,7 +29,7 @@ from predictor.mirror.events import (
 from predictor.mirror.mirror import EngineMirror, InconsistentModelError, MirrorOptions, NoModelError
 from predictor.mirror.scraped_metrics import parse_max_model_len, parse_metrics
 from predictor.profile import Profile
-from predictor.request import RequestFacts
+from predictor.request_group import Placeable
 from predictor.reserved_requests import ReportedLengths
 from predictor.snapshot import Snapshot
 from protos.block.v1 import common_pb2
@@ -107,7 +107,7 @@ class MirroredEngine:
         with self._reporting():
             return self._mirror.snapshot(time.monotonic())
 
-    def reserve(self, request: RequestFacts) -> None:
+    def reserve(self, request: Placeable) -> None:
         """Add a request to the view that has not arrived yet; ValueError where the engine could never serve it."""
         with self._reporting():
             self._mirror.reserve(request, time.monotonic())

@@ -117,19 +117,23 @@ class Proxy(Application):
         header = next((value for name, value in headers if name == REQUEST_ID), b"")
         request_id = header.decode("latin-1")[:LONGEST_NAME] or uuid4().hex
         names = tuple(self._mirror.new_name(request_id) for _ in range(request.num_requests))
-        prompt_tokens = max(1, self._sizes.tokens(body) // request.num_prompts)
-        for name in names:
+        total = self._sizes.tokens(body)
+        sizes = body.prompt_sizes or (1,) * request.num_prompts
+        for index, name in enumerate(names):
+            prompt, sequence = divmod(index, request.num_samples)
             self._mirror.record(
                 RequestArrived(
                     name=name,
                     request_id=request_id,
-                    prompt_tokens=prompt_tokens,
+                    prompt_tokens=max(1, total * sizes[prompt] // sum(sizes)),
                     max_tokens=body.max_tokens,
                     known_tokens=request.known_tokens,
                     tag=request.tag,
                     priority=body.priority or 0,
-                    streamed=body.stream and request.num_requests == 1,
+                    streamed=body.stream,
                     leg=request.leg,
+                    prompt=prompt,
+                    sequence=sequence,
                 )
             )
         observer = StreamObserver(self._mirror, names, form)

@@ -9,17 +9,19 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from predictor.approximations import joined
 from predictor.config import EngineConfig
 from predictor.engine_view import EngineView
 from predictor.forecast_result import Forecast
 from predictor.indicators import adapters_of
-from predictor.request import RequestFacts
+from predictor.request_group import Placeable
 from protos.block.v1 import common_pb2, predictor_pb2, predictor_pb2_grpc
 from scheduler.reservations import Reservation
 from services.predictor_server.engine_source import DownError
 from services.predictor_server.sidecar import Refusal, Sidecar
 from services.rpc.errors import BusyError, MisdirectedError
-from services.rpc.messages import forecast_from, forecast_message, indicators_message, request_from, require_name
+from services.rpc.messages import forecast_from, forecast_message, indicators_message, require_name
+from services.rpc.request_groups import approximations_of, placeable_from, with_delay
 from simulator.codec import snapshot_json
 
 Context = Any
@@ -217,17 +219,20 @@ class InstanceEndpoint:
     ) -> list[predictor_pb2.Prediction]:
         """Forecast the valid requests and refuse the others, in the order of the messages."""
         sidecar = self._sidecar
-        read: list[RequestFacts | Refusal] = [
-            _request_or_refusal(message, view, known_as=f"candidate/{number}")
+        read: list[Placeable | Refusal] = [
+            self._request_or_refusal(message, view, known_as=f"candidate/{number}")
             for number, message in enumerate(messages)
         ]
-        requests = [one for one in read if isinstance(one, RequestFacts)]
+        requests = [one for one in read if not isinstance(one, Refusal)]
         made = await sidecar.forecast(view, requests, delays=delays) if simulate else [None] * len(requests)
         forecasts = iter(made)
         results = [one if isinstance(one, Refusal) else next(forecasts) for one in read]
         for result in results if simulate else ():
             sidecar.metrics.count_forecast("refused" if isinstance(result, Refusal) else "made")
-        return [_prediction(message, result, view) for message, result in zip(messages, results, strict=True)]
+        return [
+            _prediction(message, _naming_approximations(result, message, request, view), view)
+            for message, request, result in zip(messages, read, results, strict=True)
+        ]
 
     async def _reserve(self, request: predictor_pb2.ReserveRequest) -> predictor_pb2.ReserveResponse:
         sidecar = self._sidecar
@@ -266,8 +271,8 @@ class InstanceEndpoint:
         self, message: predictor_pb2.ReserveRequest, view: EngineView, response: predictor_pb2.ReserveResponse
     ) -> None:
         """Make or extend a reservation, or refuse a request that the engine could never serve."""
-        request = _request_or_refusal(message.request, view)
-        if isinstance(request, RequestFacts):
+        request = self._request_or_refusal(message.request, view)
+        if not isinstance(request, Refusal):
             reservation = Reservation(
                 request=request,
                 until_s=time.monotonic() + message.request.in_s + message.ttl_s,
@@ -281,10 +286,39 @@ class InstanceEndpoint:
                 field, _, reason = str(error).partition(": ")
                 request = Refusal(field=field, reason=reason)
             else:
+                if is_new and message.request.grammar:
+                    self._note_grammar(message.request, reservation.forecast)
                 response.result = RESERVED if is_new else EXTENDED
                 return
+        assert isinstance(request, Refusal)
         response.result = REFUSED
         response.prediction.CopyFrom(_prediction(message.request, request, view))
+
+    def _note_grammar(self, message: common_pb2.Request, forecast: Forecast | None) -> None:
+        """Note that the engine will have compiled the grammar of a request."""
+        ttft_s = None if forecast is None else forecast.ttft_s
+        self._sidecar.grammars.begin(message.grammar, time.monotonic(), request_id=message.request_id, ttft_s=ttft_s)
+
+    def _request_or_refusal(
+        self, message: common_pb2.Request, view: EngineView, known_as: str = ""
+    ) -> Placeable | Refusal:
+        """Read a request for the engine; one whose grammar is not compiled arrives later."""
+        try:
+            request = placeable_from(
+                message,
+                now_s=view.now_s,
+                clock_rate=view.clock_rate,
+                block_size=view.engine.config.block_size,
+                known_as=known_as,
+                longest_prompt=_longest_prompt(view.engine.config),
+                shares_prompts=view.engine.tracks_blocks,
+            )
+        except ValueError as error:
+            field, _, reason = str(error).partition(": ")
+            return Refusal(field=field, reason=reason)
+        if not message.grammar:
+            return request
+        return with_delay(request, self._sidecar.grammars.delay_s(message.grammar, time.monotonic()) * view.clock_rate)
 
     def _current(self, *, with_snapshot: bool) -> tuple[predictor_pb2.WatchResponse, dict[str, float]]:
         """Return a message of Watch without its indicators, and the indicators."""
@@ -332,19 +366,14 @@ def _refuse(response: predictor_pb2.ReserveResponse, reason: str) -> predictor_p
     return response
 
 
-def _request_or_refusal(message: common_pb2.Request, view: EngineView, known_as: str = "") -> RequestFacts | Refusal:
-    try:
-        return request_from(
-            message,
-            now_s=view.now_s,
-            clock_rate=view.clock_rate,
-            block_size=view.engine.config.block_size,
-            known_as=known_as,
-            longest_prompt=_longest_prompt(view.engine.config),
-        )
-    except ValueError as error:
-        field, _, reason = str(error).partition(": ")
-        return Refusal(field=field, reason=reason)
+def _naming_approximations(
+    result: Forecast | Refusal | None, message: common_pb2.Request, request: Placeable | Refusal, view: EngineView
+) -> Forecast | Refusal | None:
+    """Add to a forecast what it only approximates."""
+    if not isinstance(result, Forecast) or isinstance(request, Refusal):
+        return result
+    named = joined(view.approximations, approximations_of(message, request))
+    return replace(result, approximations=named) if named else result
 
 
 def _longest_prompt(config: EngineConfig) -> int:

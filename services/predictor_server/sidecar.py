@@ -11,9 +11,12 @@ from functools import partial
 
 from predictor.engine_view import EndedRequest, EngineView
 from predictor.forecast_result import Forecast
+from predictor.grammar_times import GrammarTimes
+from predictor.group_ends import GroupEnds
 from predictor.indicators import indicators_of
 from predictor.profile import NO_TRANSIT, Transit
 from predictor.request import RequestFacts
+from predictor.request_group import Placeable, RequestGroup, members_of, whole_of
 from predictor.snapshot import Snapshot
 from protos.block.v1 import common_pb2
 from scheduler.reservations import Reservation, Reservations
@@ -47,6 +50,8 @@ class Sidecar:
         self.health = EngineHealth(settings.engine_url, interval_s=settings.health_s, stall_s=settings.stall_s)
         self.reservations = Reservations(most=settings.most_reservations)
         self.errors = ForecastErrors(metrics)
+        self.grammars = GrammarTimes()
+        self._ends = GroupEnds()
         self.is_draining = False
         self._simulation_s = 0.0  # per request, of the last forecast
         self._made_forecasts = False  # since the last `catch_up`
@@ -94,8 +99,11 @@ class Sidecar:
         self.metrics.pace.set(view.counters.get("pace", 1.0))
         if ended := self.source.take_ended():
             self._end_unseen(ended)
-            self.errors.compare(ended)
-            self.source.lengths.forget(one.request_id for one in ended)
+            whole = self._ends.joined(ended)
+            self.errors.compare(whole)
+            for one in whole:
+                self.grammars.observe(one.request_id, one.ttft_s)
+            self.source.lengths.forget(one.request_id for one in whole)
 
     def snapshot(self) -> Snapshot:
         """Return the engine's state as a snapshot."""
@@ -108,7 +116,7 @@ class Sidecar:
 
     def indicators(self, view: EngineView) -> dict[str, float]:
         """Return the instance's indicators."""
-        return indicators_of(view, len(self.reservations))
+        return indicators_of(view, self.reservations.num_requests)
 
     def _set_down(self, reason: str) -> None:
         """Report that the engine does not run, for a reason, or that it runs."""
@@ -124,7 +132,7 @@ class Sidecar:
     # Forecasts.
 
     async def forecast(
-        self, view: EngineView, requests: Sequence[RequestFacts], *, delays: bool
+        self, view: EngineView, requests: Sequence[Placeable], *, delays: bool
     ) -> list[Forecast | Refusal]:
         """Forecast each request as if it alone arrived now, or return why it could never be served.
 
@@ -142,7 +150,7 @@ class Sidecar:
         """Return whether forecasts need no thread, as the last one was quick enough."""
         return self._simulation_s * num_requests < self.settings.thread_from_s
 
-    async def _forecast_or_refuse(self, view: EngineView, request: RequestFacts, *, delays: bool) -> Forecast | Refusal:
+    async def _forecast_or_refuse(self, view: EngineView, request: Placeable, *, delays: bool) -> Forecast | Refusal:
         try:
             (forecast,) = await self._simulate(view, [request], delays=delays)
         except ValueError as error:
@@ -150,7 +158,7 @@ class Sidecar:
             return Refusal(field=field, reason=reason)
         return forecast
 
-    async def _simulate(self, view: EngineView, requests: Sequence[RequestFacts], *, delays: bool) -> list[Forecast]:
+    async def _simulate(self, view: EngineView, requests: Sequence[Placeable], *, delays: bool) -> list[Forecast]:
         """Simulate in this thread if that is quick, else in another: it needs no interpreter lock."""
         if not requests:
             return []
@@ -172,8 +180,10 @@ class Sidecar:
         request = reservation.request
         if request.request_id not in self.reservations:
             self.source.reserve(_with_short_hashes(request))
-            tag = request.tag if not isinstance(request.tag, float | int) else None
-            self.source.lengths.add(request.request_id, tokens=request.output_tokens, tag=tag)
+            whole = whole_of(request)
+            tag = whole.tag if not isinstance(whole.tag, float | int) else None
+            self.source.lengths.add(request.request_id, tokens=whole.output_tokens, tag=tag)
+            self._ends.expect(request.request_id, len(members_of(request)))
             self.health.on_reserved(time.monotonic())
         return self.reservations.reserve(reservation)
 
@@ -183,6 +193,7 @@ class Sidecar:
             return False
         self.source.release(request_id)
         self.source.lengths.forget([request_id])
+        self._ends.forget(request_id)
         self.metrics.count_ended("released")
         return True
 
@@ -210,17 +221,21 @@ class Sidecar:
             log_event(log, logging.DEBUG, "reservation expired", request_id=request_id, holder=reservation.holder)
 
 
-def _simulate_timed(
-    view: EngineView, requests: Sequence[RequestFacts], *, delays: bool
-) -> tuple[list[Forecast], float]:
+def _simulate_timed(view: EngineView, requests: Sequence[Placeable], *, delays: bool) -> tuple[list[Forecast], float]:
     """Forecast, and return the processor time: a busy machine does not make it a long simulation."""
     start_s = time.thread_time()
     forecasts = view.forecaster.forecast(requests, view.arrival_s, delays=delays, serial=view.serial)
     return forecasts, time.thread_time() - start_s
 
 
-def _with_short_hashes(request: RequestFacts) -> RequestFacts:
+def _with_short_hashes(request: Placeable) -> Placeable:
     """Name a request's prefix as state files name the contents of blocks."""
+    if isinstance(request, RequestGroup):
+        return replace(request, members=tuple(map(_shortened, request.members)))
+    return _shortened(request)
+
+
+def _shortened(request: RequestFacts) -> RequestFacts:
     if not request.prefix_hashes:
         return request
     hashes = tuple(short_hash(bytes.fromhex(str(name))) for name in request.prefix_hashes)

@@ -11,12 +11,13 @@ from typing import Any, Protocol
 from predictor.lengths import Tag
 from predictor.mirror.events import MirrorEvent, PromptCounted, RequestEnded, TokensReceived
 from predictor.request import SERVE
+from predictor.request_group import MAX_MEMBERS
 from services.http.endpoints import EngineEndpoint
 from services.http.kv_transfer import leg_of
 from services.http.openai_body import KV_TRANSFER_PARAMS, OpenAIRequest
 from services.http.reply_format import COMPLETIONS_FORMAT, POOLING_FORMAT, ReplyFormat
+from services.http.sse import data_of
 
-MAX_SAMPLES = 128
 TAG_TOKENS, TAG_SPREAD = "block_tag_tokens", "block_tag_spread"
 CHAT_FIELDS = ("tools", "chat_template", "chat_template_kwargs", "add_generation_prompt")  # that change the prompt
 
@@ -56,11 +57,10 @@ def parse_request(endpoint: EngineEndpoint, body: bytes, content_type: bytes = b
     except ValueError:
         return None
     data = json.loads(body) if parsed.is_object else {}
-    samples = data.get("n")
     return ProxiedRequest(
         body=parsed,
         num_prompts=parsed.num_prompts,
-        num_samples=samples if type(samples) is int and 1 <= samples <= MAX_SAMPLES else 1,
+        num_samples=parsed.num_samples if parsed.num_samples * parsed.num_prompts <= MAX_MEMBERS else 1,
         tag=_tag(data, parsed),
         to_tokenize=_to_tokenize(data, parsed),
         leg=leg_of(data.get(KV_TRANSFER_PARAMS)),
@@ -118,6 +118,50 @@ class TokenCount:
         )
 
 
+class ChoiceCounts:
+    """Counts the tokens of each choice in one stream; a choice has ended with its finish reason."""
+
+    def __init__(self) -> None:
+        """Start without tokens."""
+        self.num_tokens: dict[int, int] = {}
+        self.exact: set[int] = set()  # choices whose tokens the engine counts
+        self.ended: set[int] = set()
+
+    def feed(self, events: bytes) -> set[int]:
+        """Read whole events; return the choices that they are about."""
+        changed: set[int] = set()
+        for data in data_of(events):
+            try:
+                event = json.loads(data)
+                choices, usage = event.get("choices") or (), event.get("usage")
+                for choice in choices:
+                    changed.add(self._count(choice, usage if len(choices) == 1 else None))
+            except (ValueError, TypeError, KeyError, AttributeError):
+                continue  # [DONE], or no event of a completion
+        return changed
+
+    def _count(self, choice: Mapping[str, Any], usage: Mapping[str, Any] | None) -> int:
+        index = int(choice["index"])
+        before = self.num_tokens.get(index, 0)
+        if usage:
+            self.exact.add(index)
+            self.num_tokens[index] = max(before, int(usage["completion_tokens"]))
+        elif ids := choice.get("token_ids"):
+            self.exact.add(index)
+            self.num_tokens[index] = before + len(ids)
+        else:
+            delta = choice.get("delta")
+            text = (
+                choice.get("text")
+                if delta is None
+                else {name for name, part in delta.items() if name != "role" and part}
+            )
+            self.num_tokens[index] = before + bool(text)
+        if choice.get("finish_reason"):
+            self.ended.add(index)
+        return index
+
+
 class EventSink(Protocol):
     """Receives the events of a mirrored engine."""
 
@@ -138,13 +182,15 @@ class StreamObserver:
         self._sink = sink
         self._names = names
         self._count = TokenCount(form=form)
+        self._choices = ChoiceCounts()
+        self._open = dict(enumerate(names))  # those that have not ended, by the index of their choice
         self._final_tokens: int | None = None
         self._has_ended = False
 
     @property
     def num_tokens(self) -> int:
         """Return how many tokens have passed."""
-        return self._count.num_tokens
+        return self._count.num_tokens if len(self._names) <= 1 else sum(self._choices.num_tokens.values())
 
     @property
     def least_tokens(self) -> int:
@@ -154,15 +200,27 @@ class StreamObserver:
     def on_prompt_counted(self, prompt_tokens: int) -> None:
         """Report the length of the prompt, unless the request has ended."""
         if not self._has_ended:
-            for name in self._names:
+            for name in self._open.values():
                 self._sink.record(PromptCounted(name=name, prompt_tokens=prompt_tokens))
 
     def on_events(self, events: bytes) -> None:
-        """Report the tokens of some events of a stream."""
-        if self._count.feed(events) and len(self._names) == 1:
+        """Report the tokens of some events of a stream, which may be of several choices."""
+        if len(self._names) > 1:
+            self._on_choices(self._choices.feed(events))
+        elif self._count.feed(events) and self._names:
             self._sink.record(
                 TokensReceived(name=self._names[0], num_tokens=self._count.num_tokens, exact=self._count.exact)
             )
+
+    def _on_choices(self, changed: set[int]) -> None:
+        counts = self._choices
+        for index in sorted(changed & self._open.keys()):
+            name, num_tokens, exact = self._open[index], counts.num_tokens[index], index in counts.exact
+            if index in counts.ended:
+                del self._open[index]
+                self._sink.record(RequestEnded(name=name, num_tokens=num_tokens, completed=True, exact=exact))
+            elif num_tokens:
+                self._sink.record(TokensReceived(name=name, num_tokens=num_tokens, exact=exact))
 
     def on_complete(self, num_tokens: int, prompt_tokens: int | None) -> None:
         """Keep the final counts of a complete reply."""
@@ -174,13 +232,17 @@ class StreamObserver:
         completed = self._final_tokens is not None
         num_tokens = self._final_tokens if self._final_tokens is not None else self.num_tokens
         exact = completed and self.prompt_tokens is not None  # the engine counted the tokens, not only the events
-        for name in self._names:
+        is_single = len(self._names) == 1
+        ended = sum(count for index, count in self._choices.num_tokens.items() if index not in self._open)
+        share = max(0, num_tokens - ended) // max(1, len(self._open))
+        for index, name in self._open.items():
             self._sink.record(
                 RequestEnded(
                     name=name,
-                    num_tokens=num_tokens // len(self._names),
+                    num_tokens=num_tokens if is_single else max(share, self._choices.num_tokens.get(index, 0)),
                     completed=completed,
-                    exact=exact,
-                    prompt_tokens=self.prompt_tokens if len(self._names) == 1 else None,
+                    exact=exact and is_single,
+                    prompt_tokens=self.prompt_tokens if is_single else None,
                 )
             )
+        self._open = {}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
+from predictor.approximations import MAX_APPROXIMATIONS, MAX_LENGTH
 from predictor.forecast_result import Forecast
 from predictor.lengths import Tag
 from predictor.request import BEST_EFFORT, DECODE, PREFILL, REAL_TIME, SERVE, EncoderInput, RequestFacts, Slo
@@ -77,17 +78,18 @@ def request_from(  # noqa: PLR0913 - what an engine reads a request by
     output_tokens = message.output_tokens if message.HasField("output_tokens") else None
     if output_tokens is None and message.ignore_eos and max_tokens is not None:
         output_tokens = max_tokens  # it ends there and nowhere else
+    has_several = message.num_prompts > 1 or len(message.prompts) > 1
     return RequestFacts(
         request_id=known_as or message.request_id,
         model=message.model,
-        prompt_tokens=min(message.prompt_tokens, longest_prompt) if message.num_prompts > 1 else message.prompt_tokens,
+        prompt_tokens=min(message.prompt_tokens, longest_prompt) if has_several else message.prompt_tokens,
         output_tokens=output_tokens,
         tag=tag_from(message.tag) if message.HasField("tag") else None,
         arrival_s=max(0.0, now_s - message.waited_s * clock_rate),
         max_tokens=max_tokens,
         min_tokens=message.min_tokens if message.HasField("min_tokens") else None,
         priority=message.priority,
-        prefix_hashes=_prefix_from(message, block_size),
+        prefix_hashes=prefix_from(message.prefix_hashes, message.prefix_block_tokens, block_size),
         request_class=CLASSES.get(message.request_class, REAL_TIME),
         slo=_slo_from(message.slo, clock_rate) if message.HasField("slo") else None,
         weight=message.weight if message.HasField("weight") else 1.0,
@@ -172,17 +174,20 @@ def _identity_bytes(identity: int | str | None) -> bytes:
     return b"" if identity is None else prefix_bytes([identity])[0]
 
 
-def _prefix_from(message: common_pb2.Request, block_size: int | None) -> tuple[str, ...]:
-    if not message.prefix_hashes:
+def prefix_from(
+    names: Sequence[bytes], block_tokens: int, block_size: int | None, field: str = "prefix_hashes"
+) -> tuple[str, ...]:
+    """Read the names of blocks of `block_tokens`; none where they were made for blocks of another `block_size`."""
+    if not names:
         return ()
-    if not message.prefix_block_tokens:
+    if not block_tokens:
         raise ValueError("prefix_block_tokens: is missing, and prefix_hashes need it")
-    for index, name in enumerate(message.prefix_hashes):
+    for index, name in enumerate(names):
         if not 0 < len(name) <= MAX_HASH_BYTES:
-            raise ValueError(f"prefix_hashes[{index}]: must have 1 to {MAX_HASH_BYTES} bytes, not {len(name)}")
-    if block_size is not None and message.prefix_block_tokens != block_size:
+            raise ValueError(f"{field}[{index}]: must have 1 to {MAX_HASH_BYTES} bytes, not {len(name)}")
+    if block_size is not None and block_tokens != block_size:
         return ()
-    return tuple(name.hex() for name in message.prefix_hashes)
+    return tuple(name.hex() for name in names)
 
 
 def prefix_bytes(names: Iterable[int | str]) -> list[bytes]:
@@ -255,6 +260,7 @@ def forecast_from(message: common_pb2.Forecast) -> Forecast:
         gain_after=_delay(message, "gain_after"),
         least_slack_s=_delay(message, "least_slack_s"),
         unmeasured=_unmeasured(message),
+        approximations=_approximations(message) if message.approximations else (),
     )
 
 
@@ -270,6 +276,13 @@ def _unmeasured(message: common_pb2.Forecast) -> float:
     if not 0 <= message.unmeasured <= 1:
         raise ValueError(f"forecast.unmeasured: must be from 0 to 1, not {message.unmeasured}")
     return message.unmeasured
+
+
+def _approximations(message: common_pb2.Forecast) -> tuple[str, ...]:
+    named = tuple(message.approximations)
+    if len(named) > MAX_APPROXIMATIONS or max(map(len, named)) > MAX_LENGTH:
+        raise ValueError(f"forecast.approximations: must be at most {MAX_APPROXIMATIONS} of {MAX_LENGTH} characters")
+    return named
 
 
 def _delay(message: common_pb2.Forecast, name: str) -> float | None:
@@ -316,6 +329,7 @@ def forecast_message(forecast: Forecast) -> common_pb2.Forecast:
         gain_after=forecast.gain_after,
         least_slack_s=forecast.least_slack_s,
         unmeasured=forecast.unmeasured,
+        approximations=forecast.approximations,
     )
 
 

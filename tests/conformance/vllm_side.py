@@ -12,6 +12,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("vllm_trace.py")
 LEGS_SCRIPT = Path(__file__).with_name("legs_trace.py")
+SAMPLING_SCRIPT = Path(__file__).with_name("sampling_trace.py")
 PLUGIN_SCRIPT = Path(__file__).with_name("plugin_trace.py")
 
 
@@ -28,6 +29,11 @@ def traces(workloads: Iterable[dict[str, Any]]) -> list[str]:
 def leg_traces(workloads: Iterable[dict[str, Any]]) -> list[str]:
     """Trace workloads of engines with a KV connector."""
     return _answers(workloads, LEGS_SCRIPT)
+
+
+def sampling_traces(workloads: Iterable[dict[str, Any]]) -> list[str]:
+    """Trace workloads of requests with several prompts and responses."""
+    return _answers(workloads, SAMPLING_SCRIPT)
 
 
 def plugin_traces(workloads: Iterable[dict[str, Any]], installed: Path) -> list[str]:

@@ -412,6 +412,9 @@ class Request(_message.Message):
     LENGTH_QUANTILES_FIELD_NUMBER: _builtins.int
     CONTINUES_REQUEST_ID_FIELD_NUMBER: _builtins.int
     NUM_PROMPTS_FIELD_NUMBER: _builtins.int
+    NUM_SEQUENCES_FIELD_NUMBER: _builtins.int
+    PROMPTS_FIELD_NUMBER: _builtins.int
+    GRAMMAR_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
     ENCODER_INPUTS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
@@ -463,9 +466,13 @@ class Request(_message.Message):
     continues_request_id: _builtins.str
     """the request whose answer this one continues, as its engine failed"""
     num_prompts: _builtins.int
-    """How many requests the engine makes of it, each with a prompt of its own; prompt_tokens counts all. It is forecast as
-    one request, whose prompt is cut to the longest that the engine takes. 0: one.
+    """How many prompts it has; prompt_tokens counts all. 0: one. Without `prompts` it is forecast as one request, whose
+    prompt is cut to the longest that the engine takes.
     """
+    num_sequences: _builtins.int
+    """How many responses the engine generates to each prompt (OpenAI's n), each as a request of its own. 0: one."""
+    grammar: _builtins.bytes
+    """Names the grammar of a structured output: requests with the same one share its compilation. Empty: none is compiled."""
     adapter: _builtins.str
     """the LoRA adapter that serves it, which `model` names too; empty: the base model"""
     @_builtins.property
@@ -479,6 +486,10 @@ class Request(_message.Message):
         """Hashes of the leading full blocks of prefix_block_tokens tokens; each stands for all tokens up to the end of its
         block. Compared byte by byte; at most 64 bytes each.
         """
+
+    @_builtins.property
+    def prompts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Prompt]:
+        """Each prompt, in their order, where there are several; the engine makes num_sequences requests of each of them."""
 
     @_builtins.property
     def encoder_inputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___EncoderInput]:
@@ -514,12 +525,15 @@ class Request(_message.Message):
         length_quantiles: _builtins.int = ...,
         continues_request_id: _builtins.str = ...,
         num_prompts: _builtins.int = ...,
+        num_sequences: _builtins.int = ...,
+        prompts: _abc.Iterable[Global___Prompt] | None = ...,
+        grammar: _builtins.bytes = ...,
         adapter: _builtins.str = ...,
         encoder_inputs: _abc.Iterable[Global___EncoderInput] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens", "_held_s", b"_held_s", "_max_tokens", b"_max_tokens", "_min_tokens", b"_min_tokens", "_output_tokens", b"_output_tokens", "_weight", b"_weight", "expected_output_tokens", b"expected_output_tokens", "held_s", b"held_s", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "output_tokens", b"output_tokens", "slo", b"slo", "tag", b"tag", "weight", b"weight"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens", "_held_s", b"_held_s", "_max_tokens", b"_max_tokens", "_min_tokens", b"_min_tokens", "_output_tokens", b"_output_tokens", "_weight", b"_weight", "adapter", b"adapter", "arrival_unix_s", b"arrival_unix_s", "client_id", b"client_id", "continues_request_id", b"continues_request_id", "encoder_inputs", b"encoder_inputs", "expected_output_tokens", b"expected_output_tokens", "held_s", b"held_s", "ignore_eos", b"ignore_eos", "in_s", b"in_s", "leg", b"leg", "length_quantiles", b"length_quantiles", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "model", b"model", "num_prompts", b"num_prompts", "objective", b"objective", "output_tokens", b"output_tokens", "prefix_block_tokens", b"prefix_block_tokens", "prefix_hashes", b"prefix_hashes", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_class", b"request_class", "request_id", b"request_id", "session_id", b"session_id", "slo", b"slo", "tag", b"tag", "waited_s", b"waited_s", "weight", b"weight", "when_late", b"when_late"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens", "_held_s", b"_held_s", "_max_tokens", b"_max_tokens", "_min_tokens", b"_min_tokens", "_output_tokens", b"_output_tokens", "_weight", b"_weight", "adapter", b"adapter", "arrival_unix_s", b"arrival_unix_s", "client_id", b"client_id", "continues_request_id", b"continues_request_id", "encoder_inputs", b"encoder_inputs", "expected_output_tokens", b"expected_output_tokens", "grammar", b"grammar", "held_s", b"held_s", "ignore_eos", b"ignore_eos", "in_s", b"in_s", "leg", b"leg", "length_quantiles", b"length_quantiles", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "model", b"model", "num_prompts", b"num_prompts", "num_sequences", b"num_sequences", "objective", b"objective", "output_tokens", b"output_tokens", "prefix_block_tokens", b"prefix_block_tokens", "prefix_hashes", b"prefix_hashes", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "prompts", b"prompts", "request_class", b"request_class", "request_id", b"request_id", "session_id", b"session_id", "slo", b"slo", "tag", b"tag", "waited_s", b"waited_s", "weight", b"weight", "when_late", b"when_late"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__expected_output_tokens: _TypeAlias = _typing.Literal["expected_output_tokens"]  # noqa: Y015
     _WhichOneofArgType__expected_output_tokens: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens"]  # noqa: Y015
@@ -579,6 +593,33 @@ class EncoderInput(_message.Message):
 Global___EncoderInput: _TypeAlias = EncoderInput  # noqa: Y015
 
 @_typing.final
+class Prompt(_message.Message):
+    """One of several prompts of a request."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    PREFIX_HASHES_FIELD_NUMBER: _builtins.int
+    prompt_tokens: _builtins.int
+    @_builtins.property
+    def prefix_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """as in Request, for blocks of its prefix_block_tokens"""
+
+    def __init__(
+        self,
+        *,
+        prompt_tokens: _builtins.int = ...,
+        prefix_hashes: _abc.Iterable[_builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["prefix_hashes", b"prefix_hashes", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Prompt: _TypeAlias = Prompt  # noqa: Y015
+
+@_typing.final
 class Forecast(_message.Message):
     """What a request would experience on an instance. Times count from now, and are infinite for events that would never
     happen.
@@ -604,6 +645,7 @@ class Forecast(_message.Message):
     GAIN_AFTER_FIELD_NUMBER: _builtins.int
     LEAST_SLACK_S_FIELD_NUMBER: _builtins.int
     UNMEASURED_FIELD_NUMBER: _builtins.int
+    APPROXIMATIONS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     ttft_s: _builtins.float
     """to the first token"""
@@ -643,6 +685,10 @@ class Forecast(_message.Message):
     """the least time to its deadline at which a token comes, of any request whose"""
     unmeasured: _builtins.float
     """The share of its time in steps whose batches lie outside of what the profile of the engine measured, from 0 to 1."""
+    @_builtins.property
+    def approximations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What it only approximates, each in one sentence for people; at most 16."""
+
     def __init__(
         self,
         *,
@@ -664,10 +710,11 @@ class Forecast(_message.Message):
         gain_after: _builtins.float | None = ...,
         least_slack_s: _builtins.float | None = ...,
         unmeasured: _builtins.float = ...,
+        approximations: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_attained", b"_attained", "_delay_sum_s", b"_delay_sum_s", "_delay_worst_s", b"_delay_worst_s", "_fetched_s", b"_fetched_s", "_gain_after", b"_gain_after", "_gain_before", b"_gain_before", "_least_slack_s", b"_least_slack_s", "_others_missed", b"_others_missed", "_others_preempted", b"_others_preempted", "attained", b"attained", "delay_sum_s", b"delay_sum_s", "delay_worst_s", b"delay_worst_s", "fetched_s", b"fetched_s", "gain_after", b"gain_after", "gain_before", b"gain_before", "least_slack_s", b"least_slack_s", "others_missed", b"others_missed", "others_preempted", b"others_preempted"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_attained", b"_attained", "_delay_sum_s", b"_delay_sum_s", "_delay_worst_s", b"_delay_worst_s", "_fetched_s", b"_fetched_s", "_gain_after", b"_gain_after", "_gain_before", b"_gain_before", "_least_slack_s", b"_least_slack_s", "_others_missed", b"_others_missed", "_others_preempted", b"_others_preempted", "attained", b"attained", "delay_sum_s", b"delay_sum_s", "delay_worst_s", b"delay_worst_s", "e2e_s", b"e2e_s", "fetched_s", b"fetched_s", "gain_after", b"gain_after", "gain_before", b"gain_before", "least_slack_s", b"least_slack_s", "num_preemptions", b"num_preemptions", "others_missed", b"others_missed", "others_preempted", b"others_preempted", "output_tokens", b"output_tokens", "prefix_hit_tokens", b"prefix_hit_tokens", "queue_s", b"queue_s", "request_id", b"request_id", "tpot_s", b"tpot_s", "ttft_s", b"ttft_s", "unmeasured", b"unmeasured"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_attained", b"_attained", "_delay_sum_s", b"_delay_sum_s", "_delay_worst_s", b"_delay_worst_s", "_fetched_s", b"_fetched_s", "_gain_after", b"_gain_after", "_gain_before", b"_gain_before", "_least_slack_s", b"_least_slack_s", "_others_missed", b"_others_missed", "_others_preempted", b"_others_preempted", "approximations", b"approximations", "attained", b"attained", "delay_sum_s", b"delay_sum_s", "delay_worst_s", b"delay_worst_s", "e2e_s", b"e2e_s", "fetched_s", b"fetched_s", "gain_after", b"gain_after", "gain_before", b"gain_before", "least_slack_s", b"least_slack_s", "num_preemptions", b"num_preemptions", "others_missed", b"others_missed", "others_preempted", b"others_preempted", "output_tokens", b"output_tokens", "prefix_hit_tokens", b"prefix_hit_tokens", "queue_s", b"queue_s", "request_id", b"request_id", "tpot_s", b"tpot_s", "ttft_s", b"ttft_s", "unmeasured", b"unmeasured"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__attained: _TypeAlias = _typing.Literal["attained"]  # noqa: Y015
     _WhichOneofArgType__attained: _TypeAlias = _typing.Literal["_attained", b"_attained"]  # noqa: Y015
@@ -1406,6 +1453,7 @@ class Outcome(_message.Message):
     PREFILL_S_FIELD_NUMBER: _builtins.int
     HAND_OVER_S_FIELD_NUMBER: _builtins.int
     MIGRATION_FIELD_NUMBER: _builtins.int
+    NUM_SEQUENCES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     instance_id: _builtins.str
     model: _builtins.str
@@ -1432,6 +1480,8 @@ class Outcome(_message.Message):
     """Where another instance goes on with the answer: planned (its instance drains) or failed (its instance failed). Else,
     of a stream that broke, why none does: migration_budget, limit, no_instance and so on.
     """
+    num_sequences: _builtins.int
+    """How many responses the request had, in all; output_tokens counts all of them. 0: one."""
     @_builtins.property
     def tag(self) -> Global___Tag:
         """the predicted length, as the tagger returned it"""
@@ -1465,10 +1515,11 @@ class Outcome(_message.Message):
         prefill_s: _builtins.float | None = ...,
         hand_over_s: _builtins.float | None = ...,
         migration: _builtins.str = ...,
+        num_sequences: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_e2e_s", b"_e2e_s", "_hand_over_s", b"_hand_over_s", "_prefill_s", b"_prefill_s", "_queue_s", b"_queue_s", "_tpot_s", b"_tpot_s", "_ttft_s", b"_ttft_s", "e2e_s", b"e2e_s", "forecast", b"forecast", "hand_over_s", b"hand_over_s", "prefill_s", b"prefill_s", "queue_s", b"queue_s", "tag", b"tag", "tpot_s", b"tpot_s", "ttft_s", b"ttft_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_e2e_s", b"_e2e_s", "_hand_over_s", b"_hand_over_s", "_prefill_s", b"_prefill_s", "_queue_s", b"_queue_s", "_tpot_s", b"_tpot_s", "_ttft_s", b"_ttft_s", "client_id", b"client_id", "e2e_s", b"e2e_s", "finish_reason", b"finish_reason", "finished_unix_s", b"finished_unix_s", "forecast", b"forecast", "hand_over_s", b"hand_over_s", "instance_id", b"instance_id", "migration", b"migration", "model", b"model", "num_preemptions", b"num_preemptions", "output_tokens", b"output_tokens", "policy", b"policy", "prefill_instance_id", b"prefill_instance_id", "prefill_s", b"prefill_s", "prefix_hit_tokens", b"prefix_hit_tokens", "prompt_tokens", b"prompt_tokens", "queue_s", b"queue_s", "request_id", b"request_id", "session_id", b"session_id", "tag", b"tag", "tpot_s", b"tpot_s", "ttft_s", b"ttft_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_e2e_s", b"_e2e_s", "_hand_over_s", b"_hand_over_s", "_prefill_s", b"_prefill_s", "_queue_s", b"_queue_s", "_tpot_s", b"_tpot_s", "_ttft_s", b"_ttft_s", "client_id", b"client_id", "e2e_s", b"e2e_s", "finish_reason", b"finish_reason", "finished_unix_s", b"finished_unix_s", "forecast", b"forecast", "hand_over_s", b"hand_over_s", "instance_id", b"instance_id", "migration", b"migration", "model", b"model", "num_preemptions", b"num_preemptions", "num_sequences", b"num_sequences", "output_tokens", b"output_tokens", "policy", b"policy", "prefill_instance_id", b"prefill_instance_id", "prefill_s", b"prefill_s", "prefix_hit_tokens", b"prefix_hit_tokens", "prompt_tokens", b"prompt_tokens", "queue_s", b"queue_s", "request_id", b"request_id", "session_id", b"session_id", "tag", b"tag", "tpot_s", b"tpot_s", "ttft_s", b"ttft_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__e2e_s: _TypeAlias = _typing.Literal["e2e_s"]  # noqa: Y015
     _WhichOneofArgType__e2e_s: _TypeAlias = _typing.Literal["_e2e_s", b"_e2e_s"]  # noqa: Y015

@@ -307,6 +307,32 @@ class TokenIds(_message.Message):
 Global___TokenIds: _TypeAlias = TokenIds  # noqa: Y015
 
 @_typing.final
+class Prompts(_message.Message):
+    """Several prompts, either as texts or as token ids."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXTS_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenIds]: ...
+    def __init__(
+        self,
+        *,
+        texts: _abc.Iterable[_builtins.str] | None = ...,
+        token_ids: _abc.Iterable[Global___TokenIds] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["texts", b"texts", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Prompts: _TypeAlias = Prompts  # noqa: Y015
+
+@_typing.final
 class GenerateRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -314,6 +340,7 @@ class GenerateRequest(_message.Message):
     PROMPT_FIELD_NUMBER: _builtins.int
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     MESSAGES_FIELD_NUMBER: _builtins.int
+    PROMPTS_FIELD_NUMBER: _builtins.int
     PARAMETERS_FIELD_NUMBER: _builtins.int
     EXPLAIN_FIELD_NUMBER: _builtins.int
     POLICY_FIELD_NUMBER: _builtins.int
@@ -332,6 +359,8 @@ class GenerateRequest(_message.Message):
         """a conversation, as in OpenAI's chat completions"""
 
     @_builtins.property
+    def prompts(self) -> Global___Prompts: ...
+    @_builtins.property
     def parameters(self) -> _struct_pb2.Struct:
         """Other fields of OpenAI's (chat) completion body: temperature, stop and so on. Whole numbers are sent as integers.
         Fields that `request` and `input` have are refused here.
@@ -344,15 +373,16 @@ class GenerateRequest(_message.Message):
         prompt: _builtins.str = ...,
         prompt_token_ids: Global___TokenIds | None = ...,
         messages: _struct_pb2.ListValue | None = ...,
+        prompts: Global___Prompts | None = ...,
         parameters: _struct_pb2.Struct | None = ...,
         explain: _builtins.bool = ...,
         policy: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["input", b"input", "messages", b"messages", "parameters", b"parameters", "prompt", b"prompt", "prompt_token_ids", b"prompt_token_ids", "request", b"request"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["input", b"input", "messages", b"messages", "parameters", b"parameters", "prompt", b"prompt", "prompt_token_ids", b"prompt_token_ids", "prompts", b"prompts", "request", b"request"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["explain", b"explain", "input", b"input", "messages", b"messages", "parameters", b"parameters", "policy", b"policy", "prompt", b"prompt", "prompt_token_ids", b"prompt_token_ids", "request", b"request"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["explain", b"explain", "input", b"input", "messages", b"messages", "parameters", b"parameters", "policy", b"policy", "prompt", b"prompt", "prompt_token_ids", b"prompt_token_ids", "prompts", b"prompts", "request", b"request"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["prompt", "prompt_token_ids", "messages"]  # noqa: Y015
+    _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["prompt", "prompt_token_ids", "messages", "prompts"]  # noqa: Y015
     _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_input) -> _WhichOneofReturnType_input | None: ...
 
@@ -402,11 +432,14 @@ class Chunk(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
+    INDEX_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     num_tokens: _builtins.int
     """in this chunk; 0 where unknown"""
     finish_reason: _builtins.str
-    """the engine's own, in the last chunk"""
+    """the engine's own, in the last chunk of each response"""
+    index: _builtins.int
+    """of the response: that of its prompt times num_sequences, and its own"""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """where the engine sends them"""
@@ -418,10 +451,11 @@ class Chunk(_message.Message):
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         num_tokens: _builtins.int = ...,
         finish_reason: _builtins.str = ...,
+        index: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "num_tokens", b"num_tokens", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "index", b"index", "num_tokens", b"num_tokens", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,21 @@
+"""The approximations that a forecast may contain, each as the one sentence by which explanations name it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+MANY_RESPONSES = "the lengths of several responses are equally likely lengths of one tag"
+MERGED_PROMPTS = "several prompts are forecast as one prompt with the tokens of all"
+GRAMMAR_COMPILATION = (
+    "the grammar of a structured output is compiled in an estimated time, after which the request arrives"
+)
+UNKNOWN_PREFIXES = "hits in the prefix cache are unknown, and none is counted"
+REBUILT_STATE = "the state of the engine is rebuilt from the traffic through the sidecar"
+
+MAX_APPROXIMATIONS = 16  # of one forecast
+MAX_LENGTH = 256  # characters of one
+
+
+def joined(*some: Iterable[str]) -> tuple[str, ...]:
+    """Return all of several collections of approximations, each once, in their order."""
+    return tuple(dict.fromkeys(sentence for sentences in some for sentence in sentences))
