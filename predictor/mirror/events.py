@@ -26,6 +26,7 @@ class RequestArrived:
     leg: str = SERVE  # as far as the request says
     prompt: int = 0  # the number of its prompt, where the client's request has several
     sequence: int = 0  # the number of its response to that prompt
+    model: str = ""  # that it names; a LoRA adapter has its own name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,13 +71,22 @@ class MetricsScraped:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AdaptersRead:
+    """The LoRA adapters that the engine lists became known."""
+
+    adapters: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelLengthRead:
     """The engine's max_model_len became known."""
 
     max_model_len: int
 
 
-MirrorEvent = RequestArrived | PromptCounted | TokensReceived | RequestEnded | MetricsScraped | ModelLengthRead
+MirrorEvent = (
+    AdaptersRead | RequestArrived | PromptCounted | TokensReceived | RequestEnded | MetricsScraped | ModelLengthRead
+)
 SETTINGS_EVENTS = (MetricsScraped, ModelLengthRead)  # these may have to be applied before any request
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from predictor.approximations import REBUILT_STATE, UNKNOWN_PREFIXES
+from predictor.batching import batcher_named
 from predictor.config import FETCHING_ROLES, EngineConfig
 from predictor.editable_engine import ShownRecords
 from predictor.engine_replica import EngineReplica
@@ -16,6 +17,7 @@ from predictor.forecast import Forecaster
 from predictor.indicators import EngineCounters
 from predictor.mirror.events import (
     SETTINGS_EVENTS,
+    AdaptersRead,
     EngineRestarted,
     MetricsScraped,
     MirrorEvent,
@@ -42,6 +44,7 @@ from predictor.snapshot import Snapshot
 
 MAX_EVENTS = 1 << 20  # that wait for the next view
 SKEW_S = 0.01  # between the tokens and the metrics of a moment: they come by different connections
+DEFAULT_BATCHER = EngineConfig().batcher
 SILENT_S = 1.0  # after which a request whose tokens are overdue is assumed to wait
 SURPLUS_SCRAPES = 8  # in a row that count fewer requests than are known: the most silent ones have left the engine
 
@@ -106,6 +109,7 @@ class EngineMirror:
         self._models: EngineModels | None = None
         self._view: EngineView | None = None
         self._engine_settings: dict[str, int | bool | str] = {}  # that the engine reported
+        self._adapters: frozenset[str] = frozenset()  # that the engine lists
         self._metrics: ScrapedMetrics | None = None
         self._num_surplus_scrapes = 0
         self._in_flight: dict[str, InFlightRequest] = {}
@@ -217,6 +221,8 @@ class EngineMirror:
                 if self._engine_settings.get("max_model_len") != event.max_model_len:
                     self._engine_settings["max_model_len"] = event.max_model_len
                     self._discard_outdated_models()
+            case AdaptersRead():
+                self._adapters = event.adapters
             case MetricsScraped():
                 self._apply_metrics(event.metrics, at_s)
 
@@ -241,6 +247,7 @@ class EngineMirror:
             max_tokens=max(1, min(room, arrival.max_tokens or room)),
             priority=arrival.priority,
             arrival_s=now_s,
+            adapter=arrival.model if arrival.model in self._adapters else "",
             # the metrics show how many blocks are held after a prefill leg
             leg=DECODE if arrival.leg == DECODE and config.kv_role in FETCHING_ROLES else SERVE,
         )
@@ -336,7 +343,10 @@ class EngineMirror:
 
     def _config(self) -> EngineConfig:
         suggested = self._options.profile.suggested_settings
-        return EngineConfig(**{**suggested, **self._engine_settings, **self._options.engine})
+        config = {**suggested, **self._engine_settings, **self._options.engine}
+        if not batcher_named(config.get("batcher", DEFAULT_BATCHER)).has_inputs:
+            config.pop("max_loras", None)  # it may have adapters, whose limits this local scheduler ignores
+        return EngineConfig(**config)
 
     def _discard_outdated_models(self) -> None:
         """Discard the models if the engine's settings have changed."""

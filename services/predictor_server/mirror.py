@@ -17,6 +17,7 @@ from predictor.config import EngineConfig
 from predictor.editable_engine import ShownRecords
 from predictor.engine_view import EndedRequest, EngineView
 from predictor.mirror.events import (
+    AdaptersRead,
     EngineRestarted,
     MetricsScraped,
     MirrorEvent,
@@ -27,7 +28,7 @@ from predictor.mirror.events import (
     UnknownRequestsChanged,
 )
 from predictor.mirror.mirror import EngineMirror, InconsistentModelError, MirrorOptions, NoModelError
-from predictor.mirror.scraped_metrics import parse_max_model_len, parse_metrics
+from predictor.mirror.scraped_metrics import parse_adapters, parse_max_model_len, parse_metrics
 from predictor.profile import Profile
 from predictor.request_group import Placeable
 from predictor.reserved_requests import ReportedLengths
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SCRAPE_TIMEOUT_S = 5.0
+MODELS_S = 10.0  # after which the engine is asked again what it lists
 MAX_METRICS_BYTES = 16 * 2**20
 RECORDS = ShownRecords(live=layout.LIVE, facts=layout.REQUEST)
 
@@ -206,15 +208,16 @@ async def mirroring(
 
 
 async def _scrape(settings: MirrorSettings, origin: Origin, source: MirroredEngine) -> None:
-    """Scrape the engine's /metrics at every interval, and its max_model_len whenever it may have restarted."""
+    """Scrape the engine's /metrics at every interval; now and then, and after a restart, what it lists."""
     client = engine_client()
     could_scrape, has_length = True, False
+    read_again_s = 0.0
     try:
         while True:
             try:
-                if not has_length:
-                    await _read_max_model_len(client, origin, source)
-                    has_length = True
+                if not has_length or time.monotonic() >= read_again_s:
+                    await _read_models(client, origin, source)
+                    has_length, read_again_s = True, time.monotonic() + MODELS_S
                 status, body = await client.get(
                     origin, b"/metrics", within_s=SCRAPE_TIMEOUT_S, max_bytes=MAX_METRICS_BYTES
                 )
@@ -234,7 +237,11 @@ async def _scrape(settings: MirrorSettings, origin: Origin, source: MirroredEngi
         client.close()
 
 
-async def _read_max_model_len(client: HttpClient, origin: Origin, source: MirroredEngine) -> None:
+async def _read_models(client: HttpClient, origin: Origin, source: MirroredEngine) -> None:
+    """Read the length of the model, and the LoRA adapters, which may have been loaded since."""
     status, body = await client.get(origin, b"/v1/models", within_s=SCRAPE_TIMEOUT_S)
-    if status == 200 and (length := parse_max_model_len(body)) is not None:
+    if status != 200:
+        return
+    if (length := parse_max_model_len(body)) is not None:
         source.record(ModelLengthRead(max_model_len=length))
+    source.record(AdaptersRead(adapters=parse_adapters(body)))

@@ -134,6 +134,7 @@ class Proxy(Application):
                     leg=request.leg,
                     prompt=prompt,
                     sequence=sequence,
+                    model=body.model,
                 )
             )
         observer = StreamObserver(self._mirror, names, form)

@@ -18,6 +18,7 @@ from predictor.request_group import Placeable
 from protos.block.v1 import common_pb2, predictor_pb2, predictor_pb2_grpc
 from scheduler.reservations import Reservation
 from services.predictor_server.engine_source import DownError
+from services.predictor_server.input_approximations import input_approximations
 from services.predictor_server.sidecar import Refusal, Sidecar
 from services.rpc.errors import BusyError, MisdirectedError
 from services.rpc.messages import forecast_from, forecast_message, indicators_message, require_name
@@ -372,7 +373,7 @@ def _naming_approximations(
     """Add to a forecast what it only approximates."""
     if not isinstance(result, Forecast) or isinstance(request, Refusal):
         return result
-    named = joined(view.approximations, approximations_of(message, request))
+    named = joined(view.approximations, approximations_of(message, request), input_approximations(message, view))
     return replace(result, approximations=named) if named else result
 
 

@@ -571,22 +571,26 @@ class EncoderInput(_message.Message):
     POSITION_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     IDENTITY_FIELD_NUMBER: _builtins.int
+    IS_ESTIMATE_FIELD_NUMBER: _builtins.int
     position: _builtins.int
     """of its first token"""
     tokens: _builtins.int
     """above 0"""
     identity: _builtins.bytes
     """equal for equal inputs, at most 64 bytes; empty: equal to no other"""
+    is_estimate: _builtins.bool
+    """of its tokens, as its size or the model's rule is not known"""
     def __init__(
         self,
         *,
         position: _builtins.int = ...,
         tokens: _builtins.int = ...,
         identity: _builtins.bytes = ...,
+        is_estimate: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "position", b"position", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "is_estimate", b"is_estimate", "position", b"position", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
