@@ -36,7 +36,7 @@ end_transfer = direct(remote_kv.end_transfer)
 
 EXTRA_TOKENS = 32  # assumed to follow when a request continues past its predicted end
 # Of the `live` records: not read where blocks are not tracked, or set from transfers.
-OTHER_COLUMNS = ("serial", "num_hashes", "stage", "fetch_started_s", "fetch_ended_s", "held_until_s")
+OTHER_COLUMNS = ("serial", "num_hashes", "unused", "stage", "fetch_started_s", "fetch_ended_s", "held_until_s")
 FACTS = ("arrival_s", "priority", "prompt_tokens", "max_tokens", "leg")
 NO_LENGTH: Length = (0, None)
 
@@ -125,8 +125,9 @@ class EditableEngine(Engine):
                     row.stale_tokens -= entry.tokens
                 elif row.status == RUNNING:
                     row.computed_tokens -= entry.tokens
+                    row.draft_tokens = entry.drafts
                     if entry.sampled and head.pipeline_depth > 1:
-                        row.placeholders -= 1
+                        row.placeholders -= 1 + entry.drafts
         head.num_in_flight = 0
         head.steady = head.stuck = 0
 
@@ -136,9 +137,12 @@ class EditableEngine(Engine):
         if head.num_in_flight == 0:
             head.now_s = max(head.now_s, now_s)
 
-    def num_tokens_of_oldest_step(self) -> int:
-        """Return how many output tokens the oldest step under way produces."""
-        return 0 if not self.num_steps_under_way else int(np.count_nonzero(self._entries(0)["sampled"]))
+    def num_tokens_of_oldest_step(self) -> float:
+        """Return how many output tokens the oldest step under way produces, accepted draft tokens as expected."""
+        if not self.num_steps_under_way:
+            return 0.0
+        entries = self._entries(0)
+        return float((entries["sampled"] * (1 + self.state.expected_accepted[entries["drafts"]])).sum())
 
     def will_produce_token(self, request_id: str) -> bool:
         """Return whether a step under way produces a token of a request."""
@@ -310,7 +314,7 @@ class EditableEngine(Engine):
     def num_held_blocks(self) -> int:
         """Return how many blocks the known requests hold: those that run, and those whose blocks are fetched."""
         state, head = self.state, self.state.engine[0]
-        waiting = _ring(state.waiting, int(head.waiting_head), int(head.num_holding))
+        waiting = _ring(state.waiting, int(head.waiting_head), int(head.num_waiting))
         slots = np.concatenate((state.running[: head.num_running], waiting))
         return int(state.requests["num_blocks"][slots].sum())
 
@@ -402,6 +406,7 @@ class EditableEngine(Engine):
             slots=indices[entries["slot"]],
             tokens=entries["tokens"],
             sampled=entries["sampled"],
+            drafts=entries["drafts"],
         )
 
     def snapshot(self, lengths: Mapping[str, Length], reserved: tuple[RequestFacts, ...], now_s: float) -> Snapshot:

@@ -26,6 +26,7 @@ from predictor.request import (
     tenant_number,
 )
 from predictor.snapshot import LoadedAdapter, Memory
+from predictor.speculation import ExpectedDrafts
 from predictor.state import (
     FETCHING,
     FINISHED,
@@ -35,6 +36,7 @@ from predictor.state import (
     TO_FETCH,
     State,
     allocate,
+    expect_drafts,
     new_request,
     widen,
 )
@@ -137,6 +139,7 @@ class Engine:
         if not self.batcher.sorts_arrivals:
             self.state.engine[0].queue_by_priority = 0
         self.residual = residual
+        self.expected_drafts = self.config.configured_drafts
         self.slots: dict[str, int] = {}
         self.contents: dict[int | str, int] = {}  # shared contents by hash, numbered
         self._requests: list[RequestFacts | None] = [None] * len(self.state.requests)
@@ -304,6 +307,11 @@ class Engine:
         self.set_pace(pace)
         self.state.engine[0].region_pace = np.divide(by_region, pace)
 
+    def expect_drafts(self, drafts: ExpectedDrafts) -> None:
+        """Set what is expected of draft tokens, from the next step that ends on."""
+        expect_drafts(self.state, drafts)
+        self.expected_drafts = drafts
+
     def remember(self, memory: Memory) -> None:
         """Set what the local scheduler remembers."""
         head, clients = self.state.engine[0], self.state.clients
@@ -452,7 +460,8 @@ class Engine:
         for index, one in enumerate(request.encoder_inputs if largest else ()):
             if one.tokens > largest:
                 raise ValueError(f"encoder_inputs[{index}].tokens: {one.tokens} are more than the encoder's {largest}")
-        tokens = request.prompt_tokens + final_tokens
+        config = self.config
+        tokens = min(request.prompt_tokens + final_tokens + config.num_lookahead_tokens, config.max_model_len)
         needed = -(-tokens // self.config.block_size)
         if needed > self.num_blocks:
             raise ValueError(
@@ -463,7 +472,7 @@ class Engine:
         if self.tracks_blocks and request.prefix_hashes:
             self.know_contents(request.prefix_hashes)
         old = len(self._requests)
-        most_tokens = request.prompt_tokens + final_tokens
+        most_tokens = request.prompt_tokens + final_tokens + self.config.most_draft_tokens
         self.state = widen(
             self.state,
             num_slots=old if self._free_slots else old + 1,

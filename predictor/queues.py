@@ -71,6 +71,8 @@ def take_waiting(state: State, position: int) -> int:
 def keep_waiting_with_blocks(state: State, position: int) -> None:
     """Move a waiting request that has got blocks behind the others that have some, or in their order of priorities."""
     engine = state.engine[0]
+    if not engine.holding_first:
+        return
     size = len(state.waiting)
     slot = waiting_at(state, position)
     for moved in range(position, engine.num_holding, -1):
@@ -134,7 +136,7 @@ def preempt(state: State, position: int) -> int:
     else:
         step.num_swapped += request.computed_tokens - in_host_memory
     request.stale_tokens = request.in_flight_tokens
-    request.placeholders = 0
+    request.placeholders = request.draft_tokens = 0
     request.num_preemptions += 1
     engine.num_preemptions += 1
     engine.num_setbacks += 1

@@ -8,9 +8,10 @@ from typing import ClassVar
 
 from predictor.config import EngineConfig, require_count
 from predictor.request import RequestFacts
+from predictor.speculation import MAX_SPECULATIVE_TOKENS
 
 # 2: requests carry service level, weight, tenant, session and model; 3: what a local scheduler remembers; 4: legs;
-# 5: LoRA adapters and encoder inputs
+# 5: draft tokens, LoRA adapters, encoder inputs
 VERSION = 5
 OLDEST_VERSION = 1  # that `simulator.codec` still reads
 STAGES = ("", "to_fetch", "fetching", "fetched", "failed", "held")
@@ -41,6 +42,7 @@ class LiveRequest:
     first_token_s: float | None = None  # None: not yet, or unknown
     tokens_on_time: int | None = None  # tokens that came by their deadlines; None: no deadlines, or unknown
     stage: str = ""  # of the transfer of its KV blocks, as in `STAGES`
+    draft_tokens: int = 0  # proposed for its next step
     # Seconds until its transfer ends, if no other one shares the link, or until its blocks are held no longer.
     transfer_left_s: float | None = None
     referenced_inputs: tuple[int, ...] = ()  # of `request.encoder_inputs`, those whose outputs it refers to
@@ -49,7 +51,7 @@ class LiveRequest:
         """Refuse impossible counts."""
         for name in (
             "produced_tokens", "computed_tokens", "placeholders", "in_flight_tokens", "stale_tokens", "num_blocks",
-            "full_blocks", "num_preemptions",
+            "full_blocks", "num_preemptions", "draft_tokens",
         ):  # fmt: skip
             require_count(name, getattr(self, name), at_least=0)
         if self.prefill_tokens is not None:
@@ -66,14 +68,19 @@ class LiveRequest:
             raise ValueError(f"stage: {self.stage!r} is none of {', '.join(STAGES[1:])}")
         if self.transfer_left_s is not None and not (math.isfinite(self.transfer_left_s) and self.transfer_left_s >= 0):
             raise ValueError(f"transfer_left_s: must be a time from 0 on, not {self.transfer_left_s}")
-        known = self.request.prompt_tokens + self.produced_tokens + self.placeholders
+        # draft tokens in flight count as computed until they are rejected
+        drafts = min(max(0, self.in_flight_tokens - 1), MAX_SPECULATIVE_TOKENS)
+        known = self.request.prompt_tokens + self.produced_tokens + self.placeholders + drafts
         if self.computed_tokens > known:
             raise ValueError(f"computed_tokens: {self.computed_tokens} is more than its {known} tokens")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepUnderWay:
-    """A step that the engine has planned and not finished: its requests in order, and which of them will sample."""
+    """A step that the engine has planned and not finished: its requests in order, and which of them will sample.
+
+    `drafts` are the draft tokens among those of each request that has some.
+    """
 
     __pydantic_config__: ClassVar = STRICT
 
@@ -82,6 +89,7 @@ class StepUnderWay:
     sampled: tuple[str, ...] = ()
     swapped_tokens: int = 0  # whose KV it copies to host memory, or back
     extra_s: float = 0.0  # of its duration, what loading adapters and the encoder take
+    drafts: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Refuse impossible steps."""
@@ -92,6 +100,10 @@ class StepUnderWay:
             raise ValueError(f"extra_s: must be a time from 0 on, not {self.extra_s}")
         for name, tokens in self.scheduled.items():
             require_count(f"scheduled.{name}", tokens, at_least=1)
+        for name, tokens in self.drafts.items():
+            require_count(f"drafts.{name}", tokens, at_least=1)
+            if tokens >= self.scheduled.get(name, 0):
+                raise ValueError(f"drafts.{name}: {tokens} must be fewer than its tokens in the step")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

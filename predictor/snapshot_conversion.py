@@ -28,6 +28,7 @@ from predictor.snapshot import (
     TwoEndedBlock,
 )
 from predictor.state import (
+    EXPECTED,
     FETCHING,
     FINISHED,
     HELD,
@@ -123,6 +124,7 @@ def _live(engine: Engine, slot: int) -> LiveRequest:
         block_ids=tuple(int(block) for block in engine.state.tables[slot, :held]),
         stage=stage,
         transfer_left_s=transfer_left_s,
+        draft_tokens=int(row.draft_tokens),
         **counters,
     )
 
@@ -153,6 +155,7 @@ def _in_flight(engine: Engine, ahead: int) -> StepUnderWay:
         sampled=tuple(engine.id_of(entry.slot) for entry in live if entry.sampled),
         swapped_tokens=int(step.num_swapped),
         extra_s=float(step.extra_s),
+        drafts={engine.id_of(entry.slot): int(entry.drafts) for entry in live if entry.drafts},
     )
 
 
@@ -242,7 +245,8 @@ def _put_back(engine: Engine, item: LiveRequest, status: int) -> None:
     if status == RUNNING and item.num_blocks * block_size < item.computed_tokens:
         raise ValueError(f"num_blocks: {item.num_blocks} are too few for {item.computed_tokens} computed tokens")
     is_shared = engine.state.engine[0].kv_layout == TWO_ENDED_LAYOUT  # with blocks that are partly filled
-    if not is_shared and item.num_blocks * block_size >= request.prompt_tokens + max_tokens + block_size:
+    most_tokens = request.prompt_tokens + max_tokens + engine.config.most_draft_tokens
+    if not is_shared and item.num_blocks * block_size >= most_tokens + block_size:
         raise ValueError(f"num_blocks: {item.num_blocks} are more than the request can need")
     prefill_tokens = item.prefill_tokens
     if prefill_tokens is None:
@@ -259,13 +263,14 @@ def _put_back(engine: Engine, item: LiveRequest, status: int) -> None:
         scheduled_s=request.arrival_s if was_scheduled else NONE,
         first_token_s=_first_token_s(item),
         tokens_on_time=item.tokens_on_time or 0,
+        draft_tokens=min(item.draft_tokens, engine.config.num_speculative_tokens),
         **{name: getattr(item, name) for name in COUNTERS},
     )
     head = engine.state.engine[0]
     if status == FINISHED:
         return
     if status == WAITING:
-        head.num_holding += item.num_blocks > 0 and bool(head.fetches)
+        head.num_holding += item.num_blocks > 0 and bool(head.fetches and head.holding_first)
         enqueue(engine.state, slot)
         return
     engine.state.running[head.num_running] = slot
@@ -411,6 +416,9 @@ def _put_back_step(engine: Engine, step: StepUnderWay, taken_s: float) -> None:
     for name in (*step.scheduled, *step.sampled):
         if name not in engine.slots:
             raise ValueError(f"scheduled.{name}: is no request of this snapshot")
+    for name, drafts in step.drafts.items():
+        if drafts > engine.config.num_speculative_tokens:
+            raise ValueError(f"drafts.{name}: {drafts} are more than {engine.config.num_speculative_tokens}")
     state, sampled = engine.state, set(step.sampled)
     require_possible_step(state, len(step.scheduled), sum(step.scheduled.values()))
     index = steps.current(state)
@@ -421,6 +429,8 @@ def _put_back_step(engine: Engine, step: StepUnderWay, taken_s: float) -> None:
     batch.slot[:count] = slots
     batch.tokens[:count] = list(step.scheduled.values())
     batch.sampled[:count] = [name in sampled for name in step.scheduled]
+    batch.drafts[:count] = [step.drafts.get(name, 0) for name in step.scheduled]
+    batch.accepted[:count] = batch.proposed[:count] = EXPECTED
     # tokens in flight that are in no older step were scheduled by this one
     older = state.steps[state.engine[0].oldest].num_scheduled if state.engine[0].num_in_flight else 0
     in_older = np.isin(slots, state.batch[state.engine[0].oldest].slot[:older])

@@ -10,7 +10,9 @@ import numpy as np
 from predictor.compiled import kernel, small_kernel
 from predictor.config import BIDIRECTIONAL, FETCHING_ROLES, HOLDING_ROLES, KV_LAYOUTS, RECOMPUTE, EngineConfig
 from predictor.request import LEGS
+from predictor.speculation import ExpectedDrafts
 from predictor.step_time import NUM_REGIONS, Costs
+from predictor.vllm_versions import rules_for
 
 NONE = -1  # no request, no block, no time
 
@@ -25,6 +27,9 @@ PENDING, WAITING, RUNNING, FINISHED = 0, 1, 2, 3
 
 # When the run of a forecast ends early: as soon as certainly no setback follows, or also at the next setback.
 NEVER, WHEN_KEPT, AT_SETBACK = range(3)
+
+# Expected numbers of tokens are summed up and rounded down, so a half at the start rounds to the nearest.
+HALF_CREDIT = 0.5
 
 SERVE_LEG, PREFILL_LEG, DECODE_LEG = range(len(LEGS))
 
@@ -54,6 +59,11 @@ ENGINE = np.dtype(
         ("chunked_prefill", "i8"),
         ("pipeline_depth", "i8"),
         ("long_prefill_token_threshold", "i8"),
+        ("adaptive_threshold", "i8"),  # it is at least a fair share of a step's tokens
+        # rules in which versions of vLLM differ, see `vllm_versions`
+        ("spares_lone_prefill", "i8"),
+        ("holding_first", "i8"),  # waiting requests that hold blocks are the first ones, `num_holding` of them
+        ("goes_on_after_self_preemption", "i8"),
         ("watermark_blocks", "i8"),
         ("decode_reserve", "i8"),  # blocks that must be free before each decode
         ("reserve_full_isl", "i8"),
@@ -69,6 +79,14 @@ ENGINE = np.dtype(
         ("transfer_pace", "f8"),  # real over predicted duration of transfers
         ("transfer_shared", "i8"),  # transfers that overlap share the link
         ("orders_queue", "i8"),  # the local scheduler orders the waiting requests itself
+        ("num_speculative_tokens", "i8"),
+        ("num_lookahead_tokens", "i8"),  # slots allocated with each step, for the KV of draft tokens
+        ("draft_slots", "i8"),  # input tokens that each request in a step uses beside its own
+        ("drops_last_hit", "i8"),  # the last block of a prefix hit is computed again
+        ("num_prefill_lookahead_tokens", "i8"),
+        ("proposed_tokens", "i8"),  # the usual number of tokens of a draft
+        ("proposal_share", "f8"),  # of requests and steps with a draft, where not every one has it
+        ("draft_step_s", "f8"),  # seconds that proposals add to a step
         ("plans_only", "i8"),  # a real engine carries the plans out: of its blocks only each request's counts are known
         ("options", "f8", (MAX_OPTIONS,)),  # of the local scheduler, in the order in which it declares them
         ("estimator_factor", "f8"),  # estimated over real step time, before any correction
@@ -172,7 +190,11 @@ REQUEST = np.dtype(
         # Before its transfer starts, the seconds that it takes (NaN: as configured), or for which the blocks are held.
         # From then on its end: a time, or for a fetch over a shared link a value of `link_s`.
         ("transfer_s", "f8"),
-        ("hit_tokens", "i8"),  # 8 bytes, so that the record has no padding, whose content would be arbitrary
+        # with an even number of 4-byte fields the record has no padding, whose content would be arbitrary
+        ("hit_tokens", "i4"),
+        ("draft_tokens", "i4"),  # proposed for its next step
+        ("acceptance_credit", "f4"),  # expected accepted tokens that no step has had yet, below 1
+        ("proposal_credit", "f4"),  # expected drafts that no step has had yet, below 1
     ],
     align=True,
 )
@@ -204,13 +226,14 @@ def new_request(
     leg: int = 0,
     stage: int = NO_TRANSFER,
     transfer_s: float = 0.0,
+    draft_tokens: int = 0,
 ) -> tuple[float, ...]:
     """Make a row of `requests` as a tuple: assigning it at once is much faster than assigning each field."""
     return (
         status, prompt_tokens, output_tokens, computed_tokens, placeholders, in_flight_tokens, stale_tokens,
         final_tokens, max_tokens, num_blocks, full_blocks, num_hashes, prefill_tokens, tokens_on_time, scheduled_s,
         first_token_s, NONE, arrival_s, serial, tie_break, priority, final_tokens, num_preemptions, leg, stage,
-        transfer_s, 0,
+        transfer_s, 0, draft_tokens, HALF_CREDIT, HALF_CREDIT,
     )  # fmt: skip
 
 
@@ -271,7 +294,13 @@ STEP = np.dtype(
     align=True,
 )
 
-SCHEDULED = np.dtype([("slot", "i4"), ("sampled", "i4"), ("tokens", "i8")], align=True)
+# A request's part in a step. `drafts` of its tokens are draft tokens. What becomes known with the step's output is
+# EXPECTED until then: how many of them are `accepted`, and the tokens `proposed` for its next step.
+SCHEDULED = np.dtype(
+    [("slot", "i4"), ("tokens", "i4"), ("sampled", "i2"), ("drafts", "i2"), ("accepted", "i2"), ("proposed", "i2")],
+    align=True,
+)
+EXPECTED = -1
 
 BLOCK = np.dtype(
     [
@@ -349,6 +378,7 @@ class State(NamedTuple):
     encoder_inputs: np.recarray[Any, Any]  # ENCODER_INPUT per slot and position
     facts: np.recarray[Any, Any]  # FACTS per slot
     hashes: np.ndarray  # shared contents of each slot's blocks
+    expected_accepted: np.ndarray  # mean number of accepted tokens, by the number of draft tokens
     costs: Costs
 
 
@@ -357,7 +387,7 @@ BLOCK_WORDS = BLOCK.itemsize // 8
 NUM_WRITTEN = State._fields.index("facts")  # the loop writes the arrays before this one, and only reads the others
 
 
-def allocate(
+def allocate(  # noqa: PLR0915 - one line for each field
     config: EngineConfig,
     costs: Costs,
     *,
@@ -394,6 +424,7 @@ def allocate(
         step_adapters=np.zeros(config.max_loras, np.int64),
         encoder_cache=np.zeros(config.encoder_cache_size, ENCODER_OUTPUT).view(np.recarray),
         encoder_inputs=np.zeros((num_slots, 1), ENCODER_INPUT).view(np.recarray),
+        expected_accepted=np.zeros(config.num_speculative_tokens + 1),
         costs=costs,
     )
     engine = state.engine[0]
@@ -407,6 +438,11 @@ def allocate(
     engine.chunked_prefill = config.enable_chunked_prefill
     engine.pipeline_depth = config.pipeline_depth
     engine.long_prefill_token_threshold = config.long_prefill_token_threshold
+    engine.adaptive_threshold = config.long_prefill_token_threshold_adaptive
+    rules = rules_for(config.vllm_version).rules
+    engine.spares_lone_prefill = rules.spares_lone_prefill
+    engine.holding_first = rules.holding_first or not engine.by_priority
+    engine.goes_on_after_self_preemption = rules.goes_on_after_self_preemption and engine.by_priority
     engine.watermark_blocks = config.watermark_blocks
     engine.reserve_full_isl = config.scheduler_reserve_full_isl
     engine.estimator_factor = config.estimator_factor
@@ -432,6 +468,13 @@ def allocate(
     engine.whole_encoder_inputs = config.disable_chunked_mm_input
     engine.encoder_token_s = config.encoder_token_s
     engine.encoder_free = engine.encoder_reclaimable = config.encoder_cache_size
+    engine.num_speculative_tokens = config.num_speculative_tokens
+    engine.num_lookahead_tokens = config.num_lookahead_tokens
+    engine.draft_slots = config.speculation.draft_slots
+    engine.drops_last_hit = config.speculation.drops_last_hit
+    engine.num_prefill_lookahead_tokens = config.num_prefill_lookahead_tokens
+    engine.draft_step_s = config.draft_step_s
+    expect_drafts(state, config.configured_drafts)
     engine.free_head, engine.free_tail = (0, tracked_blocks - 1) if tracked else (NONE, NONE)
     state.two_ended_blocks.left = state.two_ended_blocks.right = NONE
     state.blocks.content = NO_CONTENT
@@ -439,6 +482,16 @@ def allocate(
     state.blocks.next_free = np.append(np.arange(1, tracked_blocks), NONE)[:tracked_blocks]
     state.blocks.previous_free = np.arange(-1, tracked_blocks - 1)
     return state
+
+
+def expect_drafts(state: State, drafts: ExpectedDrafts) -> None:
+    """Set what is expected of draft tokens."""
+    width = len(state.expected_accepted)
+    if len(drafts.accepted) != width:
+        raise ValueError(f"accepted: {len(drafts.accepted)} values are not the {width} of this engine")
+    state.expected_accepted[:] = drafts.accepted
+    state.engine[0].proposed_tokens = drafts.proposed_tokens
+    state.engine[0].proposal_share = drafts.proposal_share
 
 
 def no_facts(*shape: int) -> np.recarray[Any, Any]:
@@ -499,7 +552,7 @@ def layer(stack: State, source: State, index: int) -> State:
         stack.turn_starts[index], stack.turns[index], stack.ranks[index], stack.clients[index],
         stack.two_ended_blocks[index], stack.blocks[index], stack.tables[index], stack.cached[index],
         stack.adapters[index], stack.step_adapters[index], stack.encoder_cache[index], stack.encoder_inputs[index],
-        source.facts, source.hashes, source.costs,
+        source.facts, source.hashes, source.expected_accepted, source.costs,
     )  # fmt: skip
 
 

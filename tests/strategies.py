@@ -259,6 +259,12 @@ def engines(
             long_prefill_token_threshold=draw(st.sampled_from((0, 0, 1, 3, block_size, max_model_len))),
             scheduler_reserve_full_isl=draw(st.booleans()),
         )
+    if batcher == "vllm_v1":
+        config = replace(
+            config,
+            vllm_version=draw(st.sampled_from(("", "0.28.0", "0.31.0", "0.33.0"))),
+            long_prefill_token_threshold_adaptive=draw(st.booleans()),
+        )
     layouts = (PLAIN,) if config.async_scheduling else BATCHERS[batcher].kv_layouts
     layout = layout or draw(st.sampled_from(layouts))
     if layout != PLAIN:

@@ -63,6 +63,7 @@ class Batcher:
     sorts_arrivals: bool = True  # with priorities, the waiting queue is always sorted by them
     orders_queue: bool = False  # it orders the waiting requests itself, and may read all of them
     fetches: bool = False  # it serves decode legs, whose KV blocks are fetched
+    speculates: bool = False  # it schedules draft tokens
     plans: bool = False  # a real vLLM can carry its plans out
     estimates: bool = False  # it estimates step times
     has_inputs: bool = False  # it limits the adapters, and the inputs of an encoder, in a step as vLLM does
@@ -141,6 +142,7 @@ BATCHERS = {
         schedule=vllm_v1.schedule,
         fetches=True,
         has_inputs=True,
+        speculates=True,
         null_blocks=1,
         defaults={
             "enable_prefix_caching": True,
@@ -225,7 +227,7 @@ BATCHERS = {
 }
 
 
-def settled(config: EngineConfig) -> EngineConfig:  # noqa: C901 - one check after the other
+def settled(config: EngineConfig) -> EngineConfig:  # noqa: C901, PLR0912 - one check after the other
     """Return the configuration with its local scheduler's rules filled in; refuse rules that it does not support."""
     batcher = batcher_named(config.batcher)
     for name, value in batcher.fixed.items():
@@ -244,6 +246,10 @@ def settled(config: EngineConfig) -> EngineConfig:  # noqa: C901 - one check aft
             raise ValueError(f"{name}: {config.batcher} does not limit it, so it must be 0")
     if config.max_num_encoder_input_tokens and config.kv_layout != PLAIN:
         raise ValueError(f"max_num_encoder_input_tokens: needs kv_layout plain, not {config.kv_layout}")
+    if config.max_num_encoder_input_tokens and config.num_prefill_lookahead_tokens:
+        raise ValueError("num_prefill_lookahead_tokens: is not modelled with max_num_encoder_input_tokens")
+    if config.speculative_method and not batcher.speculates:
+        raise ValueError(f"speculative_method: {config.batcher} does not schedule draft tokens, so it must be empty")
     fixed_by_layout = LAYOUT_RULES[config.kv_layout]
     for name, value in fixed_by_layout.items():
         if getattr(config, name) not in (None, value):

@@ -84,10 +84,24 @@ class ModelLengthRead:
     max_model_len: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionRead:
+    """The version of vLLM that the engine runs became known."""
+
+    version: str
+
+
 MirrorEvent = (
-    AdaptersRead | RequestArrived | PromptCounted | TokensReceived | RequestEnded | MetricsScraped | ModelLengthRead
+    RequestArrived
+    | PromptCounted
+    | TokensReceived
+    | RequestEnded
+    | MetricsScraped
+    | ModelLengthRead
+    | VersionRead
+    | AdaptersRead
 )
-SETTINGS_EVENTS = (MetricsScraped, ModelLengthRead)  # these may have to be applied before any request
+SETTINGS_EVENTS = (MetricsScraped, ModelLengthRead, VersionRead)  # these may have to be applied before any request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

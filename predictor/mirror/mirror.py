@@ -30,6 +30,7 @@ from predictor.mirror.events import (
     RequestShown,
     TokensReceived,
     UnknownRequestsChanged,
+    VersionRead,
 )
 from predictor.mirror.scraped_metrics import ScrapedMetrics
 from predictor.mirror.token_reconciliation import TokenReconciliation
@@ -41,6 +42,7 @@ from predictor.request import DECODE, SERVE, RequestFacts
 from predictor.request_group import Placeable
 from predictor.reserved_requests import Length, ReportedLengths, ReservedRequests
 from predictor.snapshot import Snapshot
+from predictor.speculation import AcceptanceLearner, approximations_of
 
 MAX_EVENTS = 1 << 20  # that wait for the next view
 SKEW_S = 0.01  # between the tokens and the metrics of a moment: they come by different connections
@@ -80,6 +82,7 @@ class EngineModels:
     forecaster: Forecaster
     unknown: UnknownRequests
     reconciliation: TokenReconciliation
+    drafts: AcceptanceLearner
 
 
 @dataclass(slots=True, kw_only=True)
@@ -156,9 +159,7 @@ class EngineMirror:
             serial=self._serial,
             transit=replace(self._options.profile.transit, outward_s=0.0),  # a step ends when its tokens are received
             counters=self._counter_values(models),
-            approximations=(REBUILT_STATE, UNKNOWN_PREFIXES)
-            if models.config.enable_prefix_caching
-            else (REBUILT_STATE,),
+            approximations=self._approximations(models),
         )
         return self._view
 
@@ -223,6 +224,10 @@ class EngineMirror:
                     self._discard_outdated_models()
             case AdaptersRead():
                 self._adapters = event.adapters
+            case VersionRead():
+                if self._engine_settings.get("vllm_version") != event.version:
+                    self._engine_settings["vllm_version"] = event.version
+                    self._discard_outdated_models()
             case MetricsScraped():
                 self._apply_metrics(event.metrics, at_s)
 
@@ -296,6 +301,9 @@ class EngineMirror:
             self._last_progress_s = at_s
         now_s = self._engine_s(at_s)
         models.tracker.advance(now_s)
+        if metrics.drafts is not None and models.drafts.observe(metrics.drafts):
+            models.tracker.engine.expect_drafts(models.drafts.expected)
+            models.twin.engine.expect_drafts(models.drafts.expected)
         models.reconciliation.reconcile(metrics, now_s)
         self._correct_requests(models, metrics, now_s)
         self._counters.update(
@@ -375,6 +383,7 @@ class EngineMirror:
             forecaster=Forecaster(twin.engine),
             unknown=UnknownRequests(tracker),
             reconciliation=TokenReconciliation(tracker, SKEW_S * options.speed),
+            drafts=AcceptanceLearner(config.configured_drafts),
         )
         self._view = None
         self._in_flight.clear()
@@ -395,6 +404,10 @@ class EngineMirror:
             lengths[name] = self._lengths.of(arrival.request_id) or (arrival.known_tokens or 0, arrival.tag)
         lengths.update(models.unknown.lengths())
         return lengths
+
+    def _approximations(self, models: EngineModels) -> tuple[str, ...]:
+        drafts = approximations_of(models.config.speculative_method, models.drafts.expected)
+        return (REBUILT_STATE, *drafts, *((UNKNOWN_PREFIXES,) if models.config.enable_prefix_caching else ()))
 
     def _counter_values(self, models: EngineModels) -> dict[str, float]:
         values = self._counters.values(self._options.speed)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from predictor.config import MAX_LORAS, PRODUCER_AND_CONSUMER
+from predictor.speculation import EAGLE, MAX_SPECULATIVE_TOKENS, DraftTotals, require_counts
 
 MAX_LINE_CHARS = 4096
 
@@ -28,6 +29,8 @@ METRIC_NAMES = {
     "prefix_hits": ("prefix_cache_hits_total",),
     "created_s": ("prompt_tokens_created",),
 }
+NUM_DRAFTS, NUM_DRAFT_TOKENS = "spec_decode_num_drafts_total", "spec_decode_num_draft_tokens_total"
+ACCEPTED_BY_POSITION = "spec_decode_num_accepted_tokens_per_pos_total"
 SETTINGS: dict[str, Callable[[str], int | bool]] = {
     "num_gpu_blocks": int,
     "block_size": int,
@@ -49,6 +52,7 @@ class ScrapedMetrics:
     prefix_queries: float | None = None
     prefix_hits: float | None = None
     created_s: float | None = None
+    drafts: DraftTotals | None = None
     settings: Mapping[str, int | bool | str] = field(default_factory=dict)
 
     def shows_restart_since(self, before: ScrapedMetrics) -> bool:
@@ -66,9 +70,10 @@ class ScrapedMetrics:
         return (self.prompt_tokens, self.generation_tokens) != (before.prompt_tokens, before.generation_tokens)
 
 
-def parse_metrics(text: str) -> ScrapedMetrics:
+def parse_metrics(text: str) -> ScrapedMetrics:  # noqa: C901 - one branch for each kind of line
     """Parse Prometheus' text format; several engines behind one address are added up, invalid lines are skipped."""
     samples: dict[str, list[float]] = {}
+    accepted: dict[int, float] = {}
     settings: dict[str, int | bool | str] = {}
     for line in text.splitlines():
         if not line.startswith("vllm:") or len(line) > MAX_LINE_CHARS or (found := _SAMPLE.match(line)) is None:
@@ -78,6 +83,10 @@ def parse_metrics(text: str) -> ScrapedMetrics:
             settings.update(_settings(dict(_LABEL.findall(labels))))
         elif name == "lora_requests_info":
             settings.update(_adapter_settings(dict(_LABEL.findall(labels))))
+        elif name == ACCEPTED_BY_POSITION:
+            position = dict(_LABEL.findall(labels)).get("position", "")
+            if math.isfinite(value) and position.isdecimal():
+                accepted[int(position)] = accepted.get(int(position), 0.0) + value
         elif math.isfinite(value):
             if name in METRIC_NAMES["fetching"] and dict(_LABEL.findall(labels)).get("stage") != "in_progress":
                 continue
@@ -89,7 +98,37 @@ def parse_metrics(text: str) -> ScrapedMetrics:
         values = next((samples[spelling] for spelling in spellings if spelling in samples), None)
         if values is not None:
             totals[name] = max(values) if name in ("kv_usage", "created_s") else math.fsum(values)
-    return ScrapedMetrics(**totals, settings=settings)
+    drafts = _draft_totals(totals, samples, accepted)
+    if (
+        drafts is not None and "kv_role" not in settings
+    ):  # the method is not reported; most of them reserve slots as this one does
+        settings |= {"speculative_method": EAGLE, "num_speculative_tokens": len(drafts.accepted)}
+    return ScrapedMetrics(**totals, drafts=drafts, settings=settings)
+
+
+def _draft_totals(
+    metrics: Mapping[str, float], samples: Mapping[str, list[float]], accepted: Mapping[int, float]
+) -> DraftTotals | None:
+    """Return the counters of speculative decoding; None without it, or where positions are missing.
+
+    Every step of a request that decodes gives it one token beside the accepted ones.
+    """
+    if NUM_DRAFTS not in samples or NUM_DRAFT_TOKENS not in samples or not accepted:
+        return None
+    if sorted(accepted) != list(range(len(accepted))) or len(accepted) > MAX_SPECULATIVE_TOKENS:
+        return None
+    num_drafts, generated = round(math.fsum(samples[NUM_DRAFTS])), metrics.get("generation_tokens")
+    totals = DraftTotals(
+        num_drafts=num_drafts,
+        num_draft_tokens=round(math.fsum(samples[NUM_DRAFT_TOKENS])),
+        accepted=tuple(round(accepted[position]) for position in sorted(accepted)),
+        num_chances=None if generated is None else max(num_drafts, round(generated - math.fsum(accepted.values()))),
+    )
+    try:
+        require_counts(totals.num_drafts, totals.num_draft_tokens, totals.accepted)
+    except ValueError:
+        return None
+    return totals
 
 
 def _settings(labels: Mapping[str, str]) -> dict[str, int | bool | str]:
@@ -126,3 +165,12 @@ def parse_max_model_len(body: bytes) -> int | None:
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
     return max((length for length in lengths if type(length) is int and length > 0), default=None)
+
+
+def parse_version(body: bytes) -> str:
+    """Parse the version in a reply of /version; empty where there is none."""
+    try:
+        version = json.loads(body)["version"]
+    except (ValueError, KeyError, TypeError):
+        return ""
+    return version if isinstance(version, str) else ""

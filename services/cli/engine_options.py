@@ -37,6 +37,13 @@ class EngineModelSettings:
             metavar="TOML",
         ),
     ] = ""
+    speculative_config: Annotated[
+        str,
+        Option(
+            'Speculative decoding as vLLM configures it: {"method": "ngram", "num_speculative_tokens": 3}.',
+            metavar="JSON",
+        ),
+    ] = ""
 
 
 ENGINE_CONFIG = SettingsPart(
@@ -71,23 +78,23 @@ def engine_of(given: SettingValues) -> tuple[Profile, EngineConfig]:
     """Load the profile, and settle the engine's settings."""
     model = given.make(EngineModelSettings)
     profile = profile_named(model.profile)
-    return profile, engine_config(profile, model.engine_file, given.given(EngineConfig))
+    return profile, engine_config(profile, settings_in(given))
 
 
 def settings_in(given: SettingValues) -> dict[str, Any]:
     """Return the engine's settings that were given: by flags and environment first, then in the file."""
     from simulator.codec import settings_from_toml
+    from simulator.speculative_config import speculative_settings
 
-    file = given.make(EngineModelSettings).engine_file
-    return {**(settings_from_toml(file) if file else {}), **given.given(EngineConfig)}
+    model = given.make(EngineModelSettings)
+    from_file = settings_from_toml(model.engine_file) if model.engine_file else {}
+    speculation = speculative_settings(model.speculative_config) if model.speculative_config else {}
+    return {**from_file, **speculation, **given.given(EngineConfig)}
 
 
-def engine_config(profile: Profile, engine_file: str, given: Mapping[str, Any]) -> EngineConfig:
-    """Settle the engine's settings: flags and environment first, then the file, then those of the profile."""
-    from simulator.codec import settings_from_toml
-
-    from_file = settings_from_toml(engine_file) if engine_file else {}
+def engine_config(profile: Profile, given: Mapping[str, Any]) -> EngineConfig:
+    """Settle the engine's settings: the given ones first, then those of the profile."""
     try:
-        return EngineConfig(**{**profile.suggested_settings, **from_file, **given})
+        return EngineConfig(**{**profile.suggested_settings, **given})
     except TypeError as error:
         raise ValueError(str(error)) from None

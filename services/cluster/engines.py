@@ -31,10 +31,18 @@ def emulated_engines(settings: ClusterSettings, common: Sequence[str], state_fil
     return [
         Child(
             engine.name, "engine", *common, "--state-file", "none" if settings.mirror else str(file),
-            "--seed", str(number), *emulator_flags(engine), *settings.engine_flags,
+            "--seed", str(number), *emulator_flags(engine), *rank_flags(settings), *settings.engine_flags,
         )
         for number, (engine, file) in enumerate(zip(settings.engines, state_files, strict=True))
     ]  # fmt: skip
+
+
+def rank_flags(settings: ClusterSettings) -> tuple[str, ...]:
+    """Write the flags of an emulated engine with several data-parallel ranks."""
+    if settings.data_parallel == 1:
+        return ()
+    together = ("--data-parallel-lockstep",) if settings.lockstep else ()
+    return ("--data-parallel-size", str(settings.data_parallel), *together)
 
 
 def vllm_engines(

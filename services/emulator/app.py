@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
+from predictor.config import EngineConfig
 from predictor.request import SERVE
 from predictor.suggestions import require_known
 from services.emulator.adapters import ServedAdapters
@@ -39,6 +40,8 @@ from services.emulator.openai import (
     request_from,
 )
 from services.emulator.other_apis import OtherApis
+from services.emulator.rank_metrics import RankExposition
+from services.emulator.ranks import RankDrivers
 from services.emulator.replies import CompletionReply, ReplyWriter
 from services.emulator.responses import ResponsesReply, ResponseStore
 from services.emulator.several import SeveralResponses
@@ -46,6 +49,7 @@ from services.emulator.side_channel import TransferError
 from services.emulator.transfer_params import RemoteBlocks
 from services.http.application import JSON, Application, Call, Endpoint, while_client_stays
 from services.http.client import Headers
+from services.http.data_parallel import rank_in
 from services.http.endpoints import errors_of
 from services.http.error_shape import ErrorShape
 from services.http.guarded_protocol import GuardedProtocol
@@ -54,7 +58,7 @@ from services.logs import log_event
 
 log = logging.getLogger(__name__)
 
-VERSION = "0.32.0+block.emulator"
+SURFACE = "0.32.0"  # the version of vLLM whose HTTP surface this is
 EVENTS: Headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
 TEXT: Headers = [(b"content-type", b"text/plain; charset=utf-8")]
 METRICS: Headers = [(b"content-type", b"text/plain; version=1.0.0")]
@@ -84,6 +88,11 @@ class Faults:
         for name in ("hang", "refuse", "crash"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}: must be true or false, not {getattr(self, name)!r}")
+
+
+def version_of(config: EngineConfig) -> str:
+    """Return the version that an emulated engine reports: that of its scheduler's rules."""
+    return f"{(config.vllm_version or SURFACE).partition('+')[0]}+block.emulator"
 
 
 FAULT_NAMES = tuple(spec.name for spec in fields(Faults))
@@ -125,9 +134,9 @@ class Emulator(Application):
 
     def __init__(  # noqa: PLR0913 - these are its parts
         self,
-        driver: Driver,
+        driver: Driver | RankDrivers,
         served: Served,
-        exposition: Exposition,
+        exposition: Exposition | RankExposition,
         *,
         max_body_bytes: int,
         adapters: ServedAdapters | None = None,
@@ -200,11 +209,19 @@ class Emulator(Application):
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in call.headers}
         try:
             request = request_from(kind, data, headers, call.request_id, self.served)
+            request = replace(request, data_parallel_rank=self._rank_in(call))
             self.driver.require_room(request)
         except VllmError:
             self._free_remote(remote_blocks_in(data))
             raise
         await self.serve(call, request)
+
+    def _rank_in(self, call: Call) -> int | None:
+        """Read the data-parallel rank that a request names; the check is vLLM's."""
+        rank = rank_in(call.headers)
+        if rank is not None and not 0 <= rank < self.driver.num_ranks:
+            raise bad_value(f"data_parallel_rank {rank} is out of range [0, {self.driver.num_ranks}).")
+        return rank
 
     def require_serving(self) -> None:
         """Refuse a request while the fault `refuse` is set."""
@@ -322,13 +339,13 @@ class Emulator(Application):
         await call.reply(200 if is_healthy else 503, [], b"")
 
     async def _version(self, call: Call) -> None:
-        await call.reply(200, JSON, _json({"version": VERSION}))
+        await call.reply(200, JSON, _json({"version": version_of(self.driver.engine.config)}))
 
     async def _load(self, call: Call) -> None:
         await call.reply(200, JSON, _json({"server_load": self.driver.num_jobs}))
 
     async def _metrics(self, call: Call) -> None:
-        await call.reply(200, METRICS, self._exposition.text(self.driver.gauges()))
+        await call.reply(200, METRICS, self._exposition.text())
 
     async def _show_faults(self, call: Call) -> None:
         _require_local(call)
@@ -341,7 +358,7 @@ class Emulator(Application):
         except ValueError as error:
             raise bad_value(str(error)) from None
         log_event(log, logging.WARNING, "faults set", **asdict(self._faults))
-        self.driver.pace.slow = self._faults.slow
+        self.driver.slow(self._faults.slow)
         self.driver.hang(hangs=self._faults.hang)
         await call.reply(200, JSON, _json(asdict(self._faults)))
         if self._faults.crash:

@@ -18,6 +18,8 @@ from predictor.request import LEGS
 from predictor.state import FINISHED, HELD, LOST, MEMORY_SIZE, NONE, State
 from services.emulator.clock import EngineClock
 from services.emulator.jobs import Job
+from services.emulator.speculation import DraftCounts
+from services.engine_state import layout
 from services.engine_state.writer import Writer
 from services.logs import log_event
 
@@ -170,6 +172,7 @@ def _copy_request(state: State, into: Copies, slot: int) -> None:
     live.num_preemptions = row.num_preemptions
     live.hit_tokens = row.hit_tokens
     live.prefill_tokens = row.prefill_tokens
+    live.draft_tokens = row.draft_tokens
     live.scheduled_s = row.scheduled_s
     live.first_token_s = row.first_token_s
     _copy_transfer(state, into, slot)
@@ -274,6 +277,14 @@ class EngineStateExporter:
         self._prefix[0] += num_prompt_tokens
         self._prefix[1] += num_hit_tokens
 
+    def drafted(self, counts: DraftCounts) -> None:
+        """Set the counts of speculative decoding since the engine's start."""
+        if self._writer is not None:
+            into = self._writer.state
+            into["num_drafts"], into["num_draft_tokens"] = counts.num_drafts, counts.num_draft_tokens
+            into["num_draft_chances"] = counts.num_chances
+            into["num_accepted"][0, : len(counts.accepted)] = counts.accepted
+
     def fetched(self) -> None:
         """Count a fetch that has ended."""
         if self._writer is not None:
@@ -343,7 +354,8 @@ class EngineStateExporter:
             num_scheduled = int(steps["num_scheduled"][index])
             writer.state["num_scheduled"][0, place] = num_scheduled
             writer.state["start_s"][0, place] = steps["start_s"][index]
-            writer.batch[place, :num_scheduled] = batch[index, :num_scheduled]
+            for name in layout.SCHEDULED.names or ():
+                writer.batch[name][place, :num_scheduled] = batch[name][index, :num_scheduled]
 
     def _put_blocks(self, writer: Writer) -> None:
         """Write the new blocks of requests and their hashes."""

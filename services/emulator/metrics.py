@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ from predictor.state import ARRIVED, FETCH_FAILED, FETCHED, FETCHING, LOST, TO_F
 from services.attainment import AttainmentTally, filled
 from services.bulk_histogram import BulkHistogram
 from services.emulator.kv_transfers import TransferCounts
+from services.emulator.speculation import DraftCounts
 
 # vLLM 0.32 v1/metrics/buckets.py
 LATENCY = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0,
@@ -137,6 +138,10 @@ class EngineMetrics:
         self.histograms["iteration_tokens_total"].observe(num_tokens)
         self.counts["generation_tokens"] += num_sampled
 
+    def generated(self, num_tokens: int) -> None:
+        """Count tokens of an engine with speculative decoding, which its steps do not count."""
+        self.counts["generation_tokens"] += num_tokens
+
     def ended(self, request: RequestFacts, outcome: Outcome, reason: str, max_tokens: int) -> None:
         """Count a request that has ended."""
         self.finished[reason] += 1
@@ -183,22 +188,33 @@ class EngineMetrics:
 class Exposition(Collector):
     """Writes an engine's metrics as vLLM does."""
 
-    def __init__(
-        self, metrics: EngineMetrics, config: EngineConfig, model: str, transfers: TransferCounts | None
+    def __init__(  # noqa: PLR0913 - what it writes
+        self,
+        metrics: EngineMetrics,
+        config: EngineConfig,
+        model: str,
+        transfers: TransferCounts | None,
+        drafts: DraftCounts | None = None,
+        *,
+        gauges: Callable[[], Gauges],
+        rank: int = 0,
     ) -> None:
-        """Label everything with the model; `transfers` are those of an engine with a KV connector."""
+        """Label everything with the model and the rank.
+
+        `transfers` are those of an engine with a KV connector, `drafts` those of one with speculative decoding.
+        """
         self._metrics = metrics
         self._config = config
         self._transfers = transfers
-        self._labels = {"engine": "0", "model_name": model}
+        self._drafts = drafts
+        self._labels = {"engine": str(rank), "model_name": model}
         self._started_s = time.time()
-        self._gauges: Gauges | None = None
+        self._gauges = gauges
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
 
-    def text(self, gauges: Gauges) -> bytes:
+    def text(self) -> bytes:
         """Return the present values in Prometheus' text format."""
-        self._gauges = gauges
         return generate_latest(self._registry)
 
     def describe(self) -> list[Metric]:
@@ -207,9 +223,7 @@ class Exposition(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics."""
-        gauges, metrics = self._gauges, self._metrics
-        if gauges is None:
-            return
+        gauges, metrics = self._gauges(), self._metrics
         yield self._gauge("num_requests_running", "Number of requests in model execution batches.", gauges.num_running)
         waiting = "Number of requests waiting to be processed."
         yield self._gauge("num_requests_waiting", waiting, gauges.num_waiting)
@@ -232,6 +246,8 @@ class Exposition(Collector):
             yield self._histogram(name, help_text)
         if self._transfers is not None:
             yield from self._transfer_families(gauges, self._transfers)
+        if self._drafts is not None:
+            yield from self._draft_families(self._drafts)
         lag = GaugeMetricFamily(
             "block_emulator_lag_seconds", "How late the emulator is with the engine's last step.", value=gauges.lag_s
         )
@@ -281,6 +297,16 @@ class Exposition(Collector):
             value=gauges.num_held,
         )  # fmt: skip
 
+    def _draft_families(self, drafts: DraftCounts) -> Iterator[Metric]:
+        yield self._counter("spec_decode_num_drafts", "Number of spec decoding drafts.", {None: drafts.num_drafts})
+        tokens = "Number of draft tokens."
+        yield self._counter("spec_decode_num_draft_tokens", tokens, {None: drafts.num_draft_tokens})
+        accepted = "Number of accepted tokens."
+        yield self._counter("spec_decode_num_accepted_tokens", accepted, {None: sum(drafts.accepted)})
+        by_position = "Accepted tokens per draft position."
+        counts = {str(position): count for position, count in enumerate(drafts.accepted)}
+        yield self._counter("spec_decode_num_accepted_tokens_per_pos", by_position, counts, by="position")
+
     def _histogram(self, name: str, help_text: str) -> Metric:
         family = HistogramMetricFamily(f"vllm:{name}", help_text, labels=tuple(self._labels))
         family.add_metric(tuple(self._labels.values()), *self._metrics.histograms[name].buckets())
@@ -292,7 +318,7 @@ class Exposition(Collector):
             "block_size": config.block_size,
             "cache_dtype": "auto",
             "enable_prefix_caching": config.enable_prefix_caching,
-            "engine": "0",
+            "engine": self._labels["engine"],
             "num_gpu_blocks": config.num_gpu_blocks,
         }
         help_text = "Information of the LLMEngine CacheConfig"

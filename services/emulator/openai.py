@@ -110,6 +110,7 @@ class ParsedRequest:
     grammar: bytes = b""  # names the grammar of a structured output, which is compiled before
     num_prompts: int = 1
     choices: tuple[ParsedRequest, ...] = ()  # of which the engine makes a request each, where there are several
+    data_parallel_rank: int | None = None  # by its header
     lora: tuple[str, str] | None = None  # name and path of the LoRA adapter that it names as its model
     images: tuple[EncoderInput, ...] = ()
 

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 import uvloop
 
 from predictor.config import FETCHING_ROLES, HOLDING_ROLES, EngineConfig
+from predictor.data_parallel import DataParallelRank, LockstepRules
 from predictor.engine import Engine
 from predictor.profile import Profile
 from predictor.request import DECODE, PREFILL, RequestFacts
 from services.emulator.adapters import ServedAdapters, modules_from
 from services.emulator.answers import AnswerLengths
-from services.emulator.app import VERSION, ConnectionProtocol, Emulator
+from services.emulator.app import ConnectionProtocol, Emulator, version_of
 from services.emulator.clock import EngineClock, Pace
 from services.emulator.driver import Driver
 from services.emulator.exporter import ContentHashes, EngineStateExporter
@@ -25,7 +28,11 @@ from services.emulator.grammars import GrammarCompiler
 from services.emulator.kv_transfers import EmulatedConnector
 from services.emulator.metrics import EngineMetrics, Exposition
 from services.emulator.openai import Served
+from services.emulator.rank_metrics import RankExposition
+from services.emulator.ranks import RankDrivers
 from services.emulator.settings import EmulatorSettings
+from services.emulator.speculation import DraftDraws
+from services.engine_state.identity import rank_file
 from services.http.server import answering, listening
 from services.logs import log_event
 from services.rpc.server import freeze_imported_objects, stop_signal
@@ -77,7 +84,7 @@ async def serving(
             host = settings.kv_side_channel_host
             side = sockets.enter_context(listening(host, settings.kv_side_channel_port, "kv_side_channel_port"))
             address = {"host": host, "port": side.getsockname()[1]}
-            connector = EmulatedConnector(config, settings.model, VERSION, **address)
+            connector = EmulatedConnector(config, settings.model, version_of(config), **address)
         app = application(settings, config, profile, connector)
         driving = asyncio.create_task(app.driver.run())
         try:
@@ -105,10 +112,7 @@ async def serving(
 def application(
     settings: EmulatorSettings, config: EngineConfig, profile: Profile, connector: EmulatedConnector | None
 ) -> Emulator:
-    """Combine an engine, its driver and its HTTP surface."""
-    clock = EngineClock(settings.speed)
-    # a lease is as long on the wall clock as that of any other engine
-    engine = Engine(replace(config, kv_lease_s=config.kv_lease_s * clock.speed), profile.step_time)
+    """Combine an engine, its driver and its HTTP surface; each data-parallel rank has a driver of its own."""
     lengths = AnswerLengths(
         median_tokens=settings.output_median, spread=settings.output_spread, seed=settings.output_seed
     )
@@ -121,32 +125,79 @@ def application(
         adapters=adapters.paths,
         max_num_requests=settings.max_num_queued_reqs,
     )
+    size = settings.data_parallel_size
+    if size > 1 and config.kv_role:
+        raise ValueError("data_parallel_size: ranks pass no KV blocks on; leave out kv_role")
+    clock = EngineClock(settings.speed)
+    rules = LockstepRules() if settings.data_parallel_lockstep else None
+    group = f"{socket.gethostname()}:{os.getpid()}"
+    made = [
+        driver_of(
+            settings, config, profile, connector,
+            DataParallelRank(rank=rank, size=size, group=group, lockstep=rules),
+            clock if rules is not None else EngineClock(settings.speed),
+        )
+        for rank in range(size)
+    ]  # fmt: skip
+    drivers, expositions = [driver for driver, _ in made], [exposition for _, exposition in made]
+    grammars = GrammarCompiler(settings.grammar_compile_s / clock.speed)
+    limit = settings.max_body_bytes
+    if size == 1:
+        return Emulator(drivers[0], served, expositions[0], max_body_bytes=limit, adapters=adapters, grammars=grammars)
+    ranks = RankDrivers(drivers, rules)
+    return Emulator(
+        ranks, served, RankExposition(expositions), max_body_bytes=limit, adapters=adapters, grammars=grammars
+    )
+
+
+def driver_of(  # noqa: PLR0913, PLR0917 - its parts
+    settings: EmulatorSettings,
+    config: EngineConfig,
+    profile: Profile,
+    connector: EmulatedConnector | None,
+    rank: DataParallelRank,
+    clock: EngineClock,
+) -> tuple[Driver, Exposition]:
+    """Make an engine, or one rank of it, with its state file and its metrics."""
+    # a lease is as long on the wall clock as that of any other engine
+    engine = Engine(replace(config, kv_lease_s=config.kv_lease_s * clock.speed), profile.step_time)
     metrics = EngineMetrics(max_model_len=config.max_model_len, speed=settings.speed)
-    about = {"model": settings.model, "profile": profile.name, "source": f"vllm {VERSION}"}
+    about: dict[str, Any] = {"model": settings.model, "profile": profile.name, "source": f"vllm {version_of(config)}"}
+    path = settings.state_file
+    if rank.size > 1:
+        about["data_parallel"] = rank.table()
+        path = rank_file(path, rank.rank) if path else path
 
     def exporter(contents: ContentHashes | None) -> EngineStateExporter:
         exported = contents if settings.export_contents else None
         try:
-            return EngineStateExporter(settings.state_file, engine, clock, contents=exported, about=about)
+            return EngineStateExporter(path, engine, clock, contents=exported, about=about)
         except OSError as error:
-            raise ValueError(f"state_file: {settings.state_file}: {error.strerror or error}") from None
+            raise ValueError(f"state_file: {path}: {error.strerror or error}") from None
 
+    draws = DraftDraws(engine.config, settings.seed) if engine.config.speculative_method else None
     driver = Driver(
         engine,
         clock,
-        Pace(settings.noise, settings.seed),
+        Pace(settings.noise, settings.seed + rank.rank),
         metrics,
         max_num_queued_reqs=settings.max_num_queued_reqs,
         connector=connector,
-        exporter_with=exporter if settings.state_file else None,
+        draws=draws,
+        exporter_with=exporter if path else None,
     )
-    for name in adapters.paths:
+    for name in modules_from(settings.lora_modules):
         driver.load_adapter(name)
-    exposition = Exposition(metrics, engine.config, settings.model, connector.counts if connector else None)
-    grammars = GrammarCompiler(settings.grammar_compile_s / clock.speed)
-    return Emulator(
-        driver, served, exposition, max_body_bytes=settings.max_body_bytes, adapters=adapters, grammars=grammars
+    exposition = Exposition(
+        metrics,
+        engine.config,
+        settings.model,
+        connector.counts if connector else None,
+        draws.counts if draws else None,
+        gauges=driver.gauges,
+        rank=rank.rank,
     )
+    return driver, exposition
 
 
 def with_adapters(config: EngineConfig, *, enabled: bool) -> EngineConfig:

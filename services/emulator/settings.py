@@ -11,6 +11,7 @@ from services.security.exposure import require_tls_beyond_loopback
 from services.security.settings import NO_TLS, TlsSettings
 from services.settings import PORTS, Option
 
+MAX_RANKS = 64
 STATE_FOLDER = "/dev/shm/block"  # noqa: S108 - where processes of one machine share memory
 
 
@@ -60,6 +61,14 @@ class EmulatorSettings:
     lora_modules: Annotated[
         tuple[str, ...], Option("LoRA adapter that is served from the start, as NAME=PATH. Repeatable.")
     ] = ()
+    data_parallel_size: Annotated[
+        int,
+        "Number of data-parallel ranks that it serves at its port, each with a state file of its own, as vLLM. A "
+        "request names its rank (x-data-parallel-rank); others are balanced as by vLLM.",
+    ] = 1
+    data_parallel_lockstep: Annotated[
+        bool, "Ranks step together, as those of a model with experts: the slowest one sets the pace."
+    ] = False
     drain_s: Annotated[float, "Maximum time to wait at shutdown for requests in progress, in seconds."] = 30.0
     tls: TlsSettings = NO_TLS
 
@@ -73,6 +82,10 @@ class EmulatorSettings:
                 raise ValueError(f"{name}: must be at least 1, not {getattr(self, name)}")
         if not 0 <= self.grammar_compile_s < math.inf:
             raise ValueError(f"grammar_compile_s: must be a time from 0 on, not {self.grammar_compile_s}")
+        if not 1 <= self.data_parallel_size <= MAX_RANKS:
+            raise ValueError(f"data_parallel_size: must lie between 1 and {MAX_RANKS}, not {self.data_parallel_size}")
+        if self.data_parallel_lockstep and self.data_parallel_size == 1:
+            raise ValueError("data_parallel_lockstep: needs a data_parallel_size above 1")
         if not self.drain_s >= 0:
             raise ValueError(f"drain_s: must be a time from 0 on, not {self.drain_s}")
         if modules_from(self.lora_modules) and not self.enable_lora:

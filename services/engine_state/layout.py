@@ -17,6 +17,7 @@ NAME_BYTES = 64  # of a tenant or a session
 NUM_STEPS = 256  # rows of the ring of steps
 NUM_OUTCOMES = 1024  # rows of the ring of outcomes
 MEMORY_SIZE = 8  # numbers that a local scheduler remembers between steps
+MAX_DRAFT_TOKENS = 32  # per request and step
 MAX_STEPS_IN_FLIGHT = 2
 HELD = 0  # a block's `reuse` while a request holds it
 # Where the transfer of a request's KV blocks stands.
@@ -52,6 +53,10 @@ STATE = np.dtype(
         ("num_fetched", "<u8"),
         ("num_clients", "<u4"),
         ("num_held", "<u4"),
+        ("num_drafts", "<u8"),
+        ("num_draft_tokens", "<u8"),
+        ("num_draft_chances", "<u8"),
+        ("num_accepted", "<u8", (MAX_DRAFT_TOKENS,)),
         ("num_adapters", "<u8"),
     ]
 )
@@ -75,6 +80,8 @@ LIVE = np.dtype(
         ("hit_tokens", "<i4"),
         ("prefill_tokens", "<i4"),
         ("stage", "<i4"),
+        ("draft_tokens", "<i4"),
+        ("unused", "<i4"),
         ("scheduled_s", "<f8"),
         ("first_token_s", "<f8"),
         ("fetch_started_s", "<f8"),
@@ -83,7 +90,7 @@ LIVE = np.dtype(
     ]
 )
 
-LIVE_ROW = struct.Struct("<Q12i5d")  # the same, to write
+LIVE_ROW = struct.Struct("<Q14i5d")  # the same, to write
 
 REQUEST = np.dtype(
     [
@@ -110,8 +117,8 @@ REQUEST = np.dtype(
     ]
 )
 
-SCHEDULED = np.dtype([("slot", "<i4"), ("sampled", "<i4"), ("tokens", "<i8")])
-SCHEDULED_ROW = struct.Struct("<iiq")  # the same, to write
+SCHEDULED = np.dtype([("slot", "<i4"), ("sampled", "<i2"), ("drafts", "<i2"), ("tokens", "<i8")])
+SCHEDULED_ROW = struct.Struct("<ihhq")  # the same, to write
 
 STEP = np.dtype(
     [

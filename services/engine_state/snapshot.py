@@ -146,7 +146,7 @@ def _live(  # noqa: PLR0913 - what a request consists of
 ) -> LiveRequest:
     (
         _, produced, computed, placeholders, in_flight, stale, num_blocks, full_blocks, _, num_preemptions, _,
-        prefill_tokens, _, _, first_token_s, *_,
+        prefill_tokens, _, draft_tokens, _, _, first_token_s, *_,
     ) = view.live[slot].item()  # fmt: skip
     return LiveRequest(
         request=facts_of(view.requests[slot], model=str(view.settings.get("model", "")), hashes=hashes, tags=tags),
@@ -161,6 +161,7 @@ def _live(  # noqa: PLR0913 - what a request consists of
         num_preemptions=num_preemptions,
         prefill_tokens=prefill_tokens if prefill_tokens >= 0 else None,
         first_token_s=first_token_s if 0 <= first_token_s < math.inf else None,
+        draft_tokens=max(0, draft_tokens),
         stage=STAGE_NAMES.get(int(view.live["stage"][slot]), ""),
         transfer_left_s=_transfer_left_s(view, config, slot),
     )
@@ -233,7 +234,13 @@ def reported_state(  # noqa: PLR0913 - what is expected of requests
         running=view.running.astype(np.int64),
         waiting=view.waiting.astype(np.int64),
         steps=tuple(
-            ReportedStep(start_s=start_s, slots=rows["slot"], tokens=rows["tokens"], sampled=rows["sampled"])
+            ReportedStep(
+                start_s=start_s,
+                slots=rows["slot"],
+                tokens=rows["tokens"],
+                sampled=rows["sampled"],
+                drafts=rows["drafts"],
+            )
             for start_s, rows in view.steps
         ),
         live=view.live,

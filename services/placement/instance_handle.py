@@ -315,4 +315,5 @@ def instance_message(instance: Instance) -> common_pb2.Instance:
         tier_tpot_s=instance.tier_tpot_s if instance.tier_tpot_s < math.inf else None,
         tier_closed=instance.tier_closed,
         drain=None if instance.drain is None else instance.drain.message(),
+        data_parallel_rank=instance.data_parallel_rank,
     )

@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from scheduler.disaggregation import SERVE_WHOLE
@@ -16,7 +17,7 @@ from services.instances import DRAINING, Instances
 from services.logs import log_event
 from services.placement.instance_handle import InstanceHandle
 from services.placement.metrics import SchedulerMetrics
-from services.placement.settings import SchedulerSettings
+from services.placement.settings import BY_ENGINE, SchedulerSettings
 from services.placement.sidecar_connection import SidecarConnection
 
 log = logging.getLogger(__name__)
@@ -45,6 +46,8 @@ class InstanceRegistry:
         """Take a new list."""
         before = dict(self._handles)
         self._handles = {}  # a new one: decisions under way go on with theirs
+        if self._settings.data_parallel_balancing == BY_ENGINE:  # no request names a rank
+            instances = tuple(replace(one, data_parallel_rank=None) for one in instances)
         for instance in sorted(instances, key=lambda one: one.instance_id):
             known = before.get(instance.instance_id)
             if known is not None and known.take_changes_of(instance):

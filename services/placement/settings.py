@@ -30,6 +30,7 @@ from services.security.own_key import PartKeyFile
 from services.settings import Nested, Option
 
 MAX_RESERVATION_S = 600.0
+BY_BLOCK, BY_ENGINE = "block", "engine"  # who chooses among the data-parallel ranks of an engine
 MAX_RECORD_MIB = 2.0**20
 MINIMA = {
     "max_conflicts": 0,
@@ -101,6 +102,15 @@ class SchedulerSettings:
         "What happens to a request when no instance with role prefill, or none that decodes, can take it: whole serves "
         "it as a whole on the instances that are left, refuse answers 503.",
     ] = SERVE_WHOLE
+    data_parallel_balancing: Annotated[
+        str,
+        Option(
+            "Who chooses among the data-parallel ranks of an engine that serves several at one URL: block names the "
+            "chosen rank in each request; engine leaves requests to the engine's own balancing, and follows them to "
+            "the rank that shows them.",
+            choices=(BY_BLOCK, BY_ENGINE),
+        ),
+    ] = "block"
     hand_over_s: Annotated[
         float,
         Option(
@@ -200,6 +210,10 @@ class SchedulerSettings:
         require_continue_streams(self.continue_streams, self.max_migrations, self.migration_ratio)
         if self.reservation_s > MAX_RESERVATION_S:
             raise ValueError(f"reservation_s: must be at most {MAX_RESERVATION_S:g}, not {self.reservation_s}")
+        if self.data_parallel_balancing not in (BY_BLOCK, BY_ENGINE):
+            raise ValueError(
+                f"data_parallel_balancing: must be {BY_BLOCK} or {BY_ENGINE}, not {self.data_parallel_balancing!r}"
+            )
         self.rules()
         for name, minimum in MINIMA.items():
             if getattr(self, name) < minimum:

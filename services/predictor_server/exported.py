@@ -13,19 +13,24 @@ import numpy as np
 
 from predictor.adapter_times import AdapterTimes
 from predictor.approximations import UNKNOWN_PREFIXES
+from predictor.batching import is_compiled
 from predictor.correction import Correction, CorrectionRule, RegionCorrection
+from predictor.data_parallel import DataParallelRank
 from predictor.engine import Engine
 from predictor.engine_replica import EngineReplica
 from predictor.engine_view import EndedRequest, EngineView
 from predictor.forecast import Forecaster
 from predictor.indicators import EngineCounters
 from predictor.lengths import Tag
+from predictor.lockstep_forecast import LockstepForecaster
 from predictor.profile import NO_TRANSIT, Profile, load_profile
 from predictor.profile_check import StepCheck, require_possible
 from predictor.request_group import Placeable
 from predictor.reserved_requests import ReportedLengths, ReservedRequests
 from predictor.snapshot import Snapshot
+from predictor.speculation import NO_DRAFTS, AcceptanceLearner, DraftTotals, approximations_of
 from predictor.step_time import region_of
+from predictor.vllm_versions import rules_for
 from protos.block.v1 import common_pb2
 from services.engine_state.identity import client_id, parts_of
 from services.engine_state.layout import REASONS
@@ -67,13 +72,13 @@ class FollowedEngine:
     learned: np.ndarray  # by slot, the request whose fetch has ended, and has been compared with its prediction
 
     @classmethod
-    def with_replica(cls, view: View, replica: EngineReplica) -> FollowedEngine:
+    def with_replica(cls, view: View, replica: EngineReplica, forecaster: Forecaster) -> FollowedEngine:
         """Start without knowledge of the requests."""
         num_slots = len(view.live)
         return cls(
             view=view,
             replica=replica,
-            forecaster=Forecaster(replica.engine),
+            forecaster=forecaster,
             serials=np.zeros(num_slots, np.uint64),
             known_tokens=np.zeros(num_slots, np.int64),
             tag_median=np.full(num_slots, np.nan),
@@ -101,6 +106,7 @@ class ExportedEngine:
         self._forget_s = forget_s
         self._followed: FollowedEngine | None = None
         self._view: EngineView | None = None
+        self.rank: DataParallelRank | None = None
         self._life = 0
         self._serial = 0  # of views
         self._transit = NO_TRANSIT
@@ -111,6 +117,7 @@ class ExportedEngine:
         self._adapter_times = AdapterTimes()
         self._num_fetched = 0
         self._counters = EngineCounters()
+        self._drafts = AcceptanceLearner(NO_DRAFTS)
         self._num_steps = self._num_outcomes = 0  # that have been read
         self._read_s = 0.0
         self._reserved = ReservedRequests()
@@ -204,6 +211,7 @@ class ExportedEngine:
         self._note_arrivals(followed)
         self._correct_pace(followed)
         self._correct_transfers(followed)
+        self._learn_acceptance(followed)
         followed.replica.update(
             reported_state(
                 view,
@@ -238,6 +246,11 @@ class ExportedEngine:
         self._transit = profile.transit
         if view.life != self._life:
             log_event(log, logging.INFO, "engine found", source=view.settings.get("source"), profile=profile.name)
+            if not (rules := rules_for(config.vllm_version)).is_exact:
+                log_event(
+                    log, logging.WARNING, "engine's version is not known: the nearest rules are used",
+                    version=config.vllm_version, rules=rules.name,
+                )  # fmt: skip
             self._life = view.life
             self._num_steps = self._num_outcomes = 0
             self._correction = RegionCorrection()
@@ -245,6 +258,7 @@ class ExportedEngine:
             self._adapter_times = AdapterTimes(load_s=config.lora_load_s, activate_s=config.lora_activate_s)
             self._check = StepCheck(profile) if self._profile is not None else None
             self._counters = EngineCounters()
+            self._drafts = AcceptanceLearner(config.configured_drafts)
         replica = EngineReplica(
             config,
             profile.step_time,
@@ -253,7 +267,18 @@ class ExportedEngine:
             track_blocks=view.contents is not None,
         )
         self._reserved.move_to(replica.engine)
-        return FollowedEngine.with_replica(view, replica)
+        self.rank = _rank_of(view)
+        return FollowedEngine.with_replica(view, replica, self._forecaster_for(replica.engine))
+
+    def _forecaster_for(self, engine: Engine) -> Forecaster:
+        """Make a forecaster; that of a rank in lockstep heeds the other ranks."""
+        if self.rank is not None and self.rank.lockstep is not None and is_compiled(engine.batcher):
+            return LockstepForecaster(engine)
+        return Forecaster(engine)
+
+    def current(self) -> EngineView | None:
+        """Return the view as of the last refresh; None where the state is not known."""
+        return self._view
 
     def _advance(self, followed: FollowedEngine, now_s: float) -> EngineView:
         """Let the time since the last publication pass in the view."""
@@ -353,6 +378,19 @@ class ExportedEngine:
                     )
         followed.replica.engine.set_transfer_pace(self._transfers.factor)
 
+    def _learn_acceptance(self, followed: FollowedEngine) -> None:
+        """Learn how many draft tokens the engine proposes and accepts."""
+        engine, state = followed.replica.engine, followed.view.state
+        if engine.config.speculative_method:
+            totals = DraftTotals(
+                num_drafts=int(state["num_drafts"]),
+                num_draft_tokens=int(state["num_draft_tokens"]),
+                num_chances=int(state["num_draft_chances"]),
+                accepted=tuple(state["num_accepted"].tolist()[: engine.config.num_speculative_tokens]),
+            )
+            if self._drafts.observe(totals) or engine.expected_drafts is not self._drafts.expected:
+                engine.expect_drafts(self._drafts.expected)
+
     def _forget_pace(self, followed: FollowedEngine, view: EngineView) -> None:
         """Return to the profile's pace: an engine that was slow gets no requests to show that it has recovered."""
         self._correction = RegionCorrection()
@@ -366,6 +404,12 @@ def _require(check: Callable[..., None], *arguments: Any) -> None:
         check(*arguments)
     except ValueError as error:
         raise UnreadableError(CORRUPT, str(error)) from None
+
+
+def _rank_of(view: View) -> DataParallelRank | None:
+    """Return which data-parallel rank an engine is; None where its engine has no others."""
+    table = view.settings.get("data_parallel")
+    return None if table is None else DataParallelRank.from_table(table)
 
 
 def _profile_of(view: View) -> Profile:
@@ -394,7 +438,9 @@ def alone_on_the_link(live: np.ndarray, slots: np.ndarray) -> list[int]:
 
 def _approximations(engine: Engine) -> tuple[str, ...]:
     """Return what all forecasts of an engine approximate: without the contents of its blocks, hits are unknown."""
-    return (UNKNOWN_PREFIXES,) if engine.config.enable_prefix_caching and not engine.tracks_blocks else ()
+    knows_hits = engine.tracks_blocks or not engine.config.enable_prefix_caching
+    drafts = approximations_of(engine.config.speculative_method, engine.expected_drafts)
+    return (*drafts, *(() if knows_hits else (UNKNOWN_PREFIXES,)))
 
 
 def _engine_id(row: np.void) -> str:

@@ -26,13 +26,15 @@ from predictor.mirror.events import (
     ModelLengthRead,
     RequestShown,
     UnknownRequestsChanged,
+    VersionRead,
 )
 from predictor.mirror.mirror import EngineMirror, InconsistentModelError, MirrorOptions, NoModelError
-from predictor.mirror.scraped_metrics import parse_adapters, parse_max_model_len, parse_metrics
+from predictor.mirror.scraped_metrics import parse_adapters, parse_max_model_len, parse_metrics, parse_version
 from predictor.profile import Profile
 from predictor.request_group import Placeable
 from predictor.reserved_requests import ReportedLengths
 from predictor.snapshot import Snapshot
+from predictor.vllm_versions import release_of, rules_for
 from protos.block.v1 import common_pb2
 from services.engine_state import layout
 from services.http.client import HttpClient, Origin, origin_of
@@ -159,7 +161,8 @@ class MirroredEngine:
                     log, logging.INFO, "engine is mirrored from its traffic", profile=self._profile,
                     num_gpu_blocks=config.num_gpu_blocks, block_size=config.block_size,
                     max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens,
-                    max_model_len=config.max_model_len,
+                    max_model_len=config.max_model_len, version=config.vllm_version,
+                    rules=rules_for(config.vllm_version).name,
                 )  # fmt: skip
             case EngineRestarted(num_requests=num_requests):
                 log_event(log, logging.WARNING, "engine restarted", requests=num_requests)
@@ -208,7 +211,7 @@ async def mirroring(
 
 
 async def _scrape(settings: MirrorSettings, origin: Origin, source: MirroredEngine) -> None:
-    """Scrape the engine's /metrics at every interval; now and then, and after a restart, what it lists."""
+    """Scrape the engine's /metrics at every interval; what it lists, and its version, now and then."""
     client = engine_client()
     could_scrape, has_length = True, False
     read_again_s = 0.0
@@ -217,6 +220,7 @@ async def _scrape(settings: MirrorSettings, origin: Origin, source: MirroredEngi
             try:
                 if not has_length or time.monotonic() >= read_again_s:
                     await _read_models(client, origin, source)
+                    await _read_version(client, origin, source)
                     has_length, read_again_s = True, time.monotonic() + MODELS_S
                 status, body = await client.get(
                     origin, b"/metrics", within_s=SCRAPE_TIMEOUT_S, max_bytes=MAX_METRICS_BYTES
@@ -245,3 +249,15 @@ async def _read_models(client: HttpClient, origin: Origin, source: MirroredEngin
     if (length := parse_max_model_len(body)) is not None:
         source.record(ModelLengthRead(max_model_len=length))
     source.record(AdaptersRead(adapters=parse_adapters(body)))
+
+
+async def _read_version(client: HttpClient, origin: Origin, source: MirroredEngine) -> None:
+    """Read vLLM's version; engines that have none, or another kind of one, keep the configured rules."""
+    status, body = await client.get(origin, b"/version", within_s=SCRAPE_TIMEOUT_S)
+    if status == 200 and (version := parse_version(body)):
+        try:
+            release_of(version)
+        except ValueError as error:
+            log_event(log, logging.WARNING, "engine's version is not understood", reason=str(error))
+        else:
+            source.record(VersionRead(version=version))

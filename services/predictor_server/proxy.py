@@ -82,7 +82,6 @@ class Proxy(Application):
     # Completions.
 
     async def _complete(self, call: Call) -> None:
-        self.require_open()
         with self.admitted():
             body = await self.body_of(call, self._settings.max_body_bytes)
             endpoint = ENDPOINTS[call.scope["path"]]

@@ -25,6 +25,7 @@ from services.logs import log_event
 from services.predictor_server.engine_source import DownError, EngineSource
 from services.predictor_server.health import EngineHealth
 from services.predictor_server.metrics import ForecastErrors, InstanceMetrics
+from services.predictor_server.rank_group import RankGroup
 from services.predictor_server.settings import SidecarSettings
 
 log = logging.getLogger(__name__)
@@ -53,6 +54,7 @@ class Sidecar:
         self.grammars = GrammarTimes()
         self._ends = GroupEnds()
         self.is_draining = False
+        self.ranks: RankGroup | None = None  # the other engines of the process
         self._simulation_s = 0.0  # per request, of the last forecast
         self._made_forecasts = False  # since the last `catch_up`
         self._down_reason = ""
@@ -94,6 +96,8 @@ class Sidecar:
         except DownError:
             return
         if self._made_forecasts and self.simulates_here(1):
+            if self.ranks is not None:
+                self.ranks.prepare(self)
             view.forecaster.prepare(view.arrival_s, view.serial)
             self._made_forecasts = False
         self.metrics.pace.set(view.counters.get("pace", 1.0))
@@ -163,6 +167,8 @@ class Sidecar:
         if not requests:
             return []
         self._made_forecasts = True
+        if self.ranks is not None:
+            self.ranks.prepare(self)
         simulate = partial(_simulate_timed, view, requests, delays=delays)
         if self.simulates_here(len(requests)):
             forecasts, took_s = simulate()
@@ -199,6 +205,8 @@ class Sidecar:
 
     def _end_shown(self, shown: Sequence[str]) -> None:
         """End the reservations of requests that reached the engine."""
+        if shown and self.ranks is not None:
+            self.ranks.shown(self, [name for name in shown if name not in self.reservations])
         if shown:
             self.health.on_shown()
             reservations = self.reservations.shown(shown)

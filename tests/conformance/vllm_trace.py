@@ -8,6 +8,7 @@ input, `{"engine": {...}, "requests": [...], "max_steps": n}`, and writes one li
 from __future__ import annotations
 
 import copy
+import heapq
 import json
 import os
 import sys
@@ -71,6 +72,8 @@ def build_scheduler(base: VllmConfig, engine: dict[str, Any], scheduler_class: t
         scheduler_reserve_full_isl=engine["scheduler_reserve_full_isl"],
         async_scheduling=engine["async_scheduling"],
         scheduler_cls=scheduler_class,
+        # vLLM has it from 0.31 on
+        **{name: True for name in ("long_prefill_token_threshold_adaptive",) if engine.get(name)},
     )
     config.cache_config = CacheConfig(
         block_size=engine["block_size"], enable_prefix_caching=engine["enable_prefix_caching"]
@@ -120,6 +123,15 @@ def mm_features(spec: dict[str, Any]) -> list[MultiModalFeatureSpec]:
         )
         for image in spec.get("encoder_inputs", ())
     ]
+
+
+def waiting_in_order(scheduler: Scheduler) -> list[Request]:
+    """Return the waiting requests as the scheduler tries them; a priority queue iterates in the order of its pops."""
+    if hasattr(scheduler, "kv_holding_waiting"):
+        return [*scheduler.kv_holding_waiting, *scheduler.waiting]
+    if scheduler.scheduler_config.policy == "priority":  # until 0.30
+        return list(heapq.merge(scheduler.skipped_waiting, scheduler.waiting))
+    return [*scheduler.skipped_waiting, *scheduler.waiting]
 
 
 class TokenSource:
@@ -302,8 +314,7 @@ class Trace:
         held_before = list(scheduler.running)
         output = scheduler.schedule()
         end_s = start_s + self.seconds_of(output)
-        # a priority queue iterates in the order in which it is popped
-        waiting = [*scheduler.kv_holding_waiting, *scheduler.waiting]
+        waiting = waiting_in_order(scheduler)
         self.steps.append(
             {
                 "step": len(self.steps),

@@ -1124,6 +1124,7 @@ class Instance(_message.Message):
     TIER_TPOT_S_FIELD_NUMBER: _builtins.int
     TIER_CLOSED_FIELD_NUMBER: _builtins.int
     DRAIN_FIELD_NUMBER: _builtins.int
+    DATA_PARALLEL_RANK_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     engine_url: _builtins.str
@@ -1141,6 +1142,8 @@ class Instance(_message.Message):
     """the bound of its tier; absent: it has none"""
     tier_closed: _builtins.bool
     """it takes only requests of its tier"""
+    data_parallel_rank: _builtins.int
+    """Of an engine that serves several data-parallel ranks at one URL: requests name it (x-data-parallel-rank)."""
     @_builtins.property
     def models(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -1172,14 +1175,20 @@ class Instance(_message.Message):
         tier_tpot_s: _builtins.float | None = ...,
         tier_closed: _builtins.bool = ...,
         drain: Global___Drain | None = ...,
+        data_parallel_rank: _builtins.int | None = ...,
         adapters: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_tier_tpot_s", b"_tier_tpot_s", "drain", b"drain", "settings", b"settings", "tier_tpot_s", b"tier_tpot_s"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "_tier_tpot_s", b"_tier_tpot_s", "data_parallel_rank", b"data_parallel_rank", "drain", b"drain", "settings", b"settings", "tier_tpot_s", b"tier_tpot_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tier_tpot_s", b"_tier_tpot_s", "adapters", b"adapters", "drain", b"drain", "engine_url", b"engine_url", "engine_version", b"engine_version", "instance_id", b"instance_id", "labels", b"labels", "models", b"models", "profile", b"profile", "role", b"role", "settings", b"settings", "sidecar_address", b"sidecar_address", "state", b"state", "tier", b"tier", "tier_closed", b"tier_closed", "tier_tpot_s", b"tier_tpot_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "_tier_tpot_s", b"_tier_tpot_s", "adapters", b"adapters", "data_parallel_rank", b"data_parallel_rank", "drain", b"drain", "engine_url", b"engine_url", "engine_version", b"engine_version", "instance_id", b"instance_id", "labels", b"labels", "models", b"models", "profile", b"profile", "role", b"role", "settings", b"settings", "sidecar_address", b"sidecar_address", "state", b"state", "tier", b"tier", "tier_closed", b"tier_closed", "tier_tpot_s", b"tier_tpot_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__data_parallel_rank: _TypeAlias = _typing.Literal["data_parallel_rank"]  # noqa: Y015
+    _WhichOneofArgType__data_parallel_rank: _TypeAlias = _typing.Literal["_data_parallel_rank", b"_data_parallel_rank"]  # noqa: Y015
     _WhichOneofReturnType__tier_tpot_s: _TypeAlias = _typing.Literal["tier_tpot_s"]  # noqa: Y015
     _WhichOneofArgType__tier_tpot_s: _TypeAlias = _typing.Literal["_tier_tpot_s", b"_tier_tpot_s"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__data_parallel_rank) -> _WhichOneofReturnType__data_parallel_rank | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__tier_tpot_s) -> _WhichOneofReturnType__tier_tpot_s | None: ...
 
 Global___Instance: _TypeAlias = Instance  # noqa: Y015
