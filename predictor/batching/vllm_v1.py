@@ -277,8 +277,9 @@ def schedule_waiting(state: State, budget: int, threshold: int) -> bool:  # noqa
                 encoder_inputs.drop(state, slot)
                 return False
         if not fits(state, slot, num_hits, computed + num_tokens):
-            if has_inputs:
+            if has_inputs:  # it is tried again in each step, which makes outputs in the cache the newest
                 encoder_inputs.release(state, slot)
+                return False
             # with fewer hits the first chunk needs fewer blocks: it may fit after decodes have evicted some hits
             return steady and (num_hits == 0 or engine.reserve_full_isl == 1)
         queues.admit(state, position, computed)
