@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from scheduler.instances import InstanceDirectory, UnknownModelError
+from scheduler.instances import UnknownModelError
 from services.http.client import HttpClient, origin_of
 from services.http.json_body import reply_json
 from services.logs import log_event
@@ -80,8 +80,9 @@ class ServedModels:
         async def ask(handle: InstanceHandle) -> None:
             async with turns:
                 found = await self._of_engine(handle.instance.engine_url)
-            if found is not None:
-                _take(self._registry.directory, handle.name, found)
+            if found is not None and handle.name in self._registry.directory.by_id:
+                self._registry.directory.set_listed(handle.name, found.names, found.adapters)
+                handle.message.adapters[:] = sorted(found.adapters)
 
         await asyncio.gather(*map(ask, handles))
 
@@ -109,8 +110,3 @@ def models_in(reply: Any) -> EngineModels:
 
 def _serves_adapters(handle: InstanceHandle) -> bool:
     return bool(handle.status.indicators.get("max_loras") or handle.status.adapters)
-
-
-def _take(directory: InstanceDirectory, instance_id: str, found: EngineModels) -> None:
-    if instance_id in directory.by_id:
-        directory.set_listed(instance_id, found.names, found.adapters)
