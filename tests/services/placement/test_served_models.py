@@ -92,6 +92,7 @@ def test_an_adapter_is_placed_where_it_is_loaded() -> None:
 def test_an_adapter_that_nobody_has_loaded_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is served as soon as an engine lists it; engines are not asked for each such request."""
     monkeypatch.setattr(served_models, "LIST_AGAIN_S", 0.0)
+    monkeypatch.setattr(served_models, "MAX_LISTS_PER_S", 1e9)
 
     async def test() -> None:
         listings = (Listing(), Listing())
@@ -115,6 +116,7 @@ def test_an_adapter_that_nobody_has_loaded_is_refused_in_one_line(monkeypatch: p
 def test_instances_with_adapters_are_asked_again_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those whose sidecars report a limit of adapters; an adapter that is unloaded is served no more."""
     monkeypatch.setattr(served_models, "LIST_EVERY_S", 0.01)
+    monkeypatch.setattr(served_models, "MAX_LISTS_PER_S", 1e9)
 
     async def test() -> None:
         listings = (Listing(["sql"]), Listing())
