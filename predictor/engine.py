@@ -195,10 +195,12 @@ class Engine:
             **progress,  # type: ignore[arg-type]  # all fields are numbers
         )
         self.state.facts[slot] = facts
+        # no engine has a larger one than its encoder can compute: the count is an estimate
+        largest = min(self.config.max_num_encoder_input_tokens, self.config.encoder_cache_size)
         for index, one in enumerate(request.encoder_inputs[: self.state.facts[slot].num_encoder_inputs]):
             # without an identity it is equal to no other
             identity = -1 - (self._num_added << 16) - index if one.identity is None else identity_number(one.identity)
-            self.state.encoder_inputs[slot, index] = (identity, one.position, one.tokens, ABSENT, NONE)
+            self.state.encoder_inputs[slot, index] = (identity, one.position, min(one.tokens, largest), ABSENT, NONE)
         self._num_added += 1
         return slot
 
@@ -456,10 +458,6 @@ class Engine:
                 f"prompt_tokens: {request.prompt_tokens} leave no room for a response within max_model_len "
                 f"{self.config.max_model_len}"
             )
-        largest = min(self.config.max_num_encoder_input_tokens, self.config.encoder_cache_size)
-        for index, one in enumerate(request.encoder_inputs if largest else ()):
-            if one.tokens > largest:
-                raise ValueError(f"encoder_inputs[{index}].tokens: {one.tokens} are more than the encoder's {largest}")
         config = self.config
         tokens = min(request.prompt_tokens + final_tokens + config.num_lookahead_tokens, config.max_model_len)
         needed = -(-tokens // self.config.block_size)
