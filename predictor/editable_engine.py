@@ -377,7 +377,8 @@ class EditableEngine(Engine):
         for name in FACTS:
             facts[name] = rows[name][slots]
         for name in self.state.facts.dtype.names or ():
-            facts[name] = self.state.facts[name][slots]
+            if name in records.facts.names:
+                facts[name] = self.state.facts[name][slots]
         known, median, spread = np.zeros(num, np.int64), np.full(num, np.nan), np.zeros(num)
         for index, slot in enumerate(slots.tolist()):
             known[index], tag = lengths.get(self.id_of(slot), NO_LENGTH)

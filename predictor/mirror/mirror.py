@@ -14,6 +14,7 @@ from predictor.kv_events.stream import KvEventStream
 from predictor.mirror.engine_kinds import VLLM
 from predictor.mirror.events import (
     SETTINGS_EVENTS,
+    AdaptersRead,
     EngineIdentified,
     EngineRestarted,
     MetricsScraped,
@@ -90,6 +91,7 @@ class EngineMirror:
         self._models: EngineModels | None = None
         self._view: EngineView | None = None
         self._settings = KnownSettings(options.profile, options.engine, options.engine_kind, now_s)
+        self._adapters: frozenset[str] = frozenset()  # that the engine lists
         self._metrics: ScrapedMetrics | None = None
         self._num_surplus_scrapes = 0
         self._in_flight: dict[str, InFlightRequest] = {}
@@ -197,6 +199,8 @@ class EngineMirror:
             case ModelLengthRead() | VersionRead() | EngineIdentified():
                 self._settings.take(event)
                 self._discard_outdated_models()
+            case AdaptersRead():
+                self._adapters = event.adapters
             case MetricsScraped():
                 self._apply_metrics(event.metrics, at_s)
 
@@ -220,7 +224,7 @@ class EngineMirror:
         if (blocks := self._models.blocks) is not None:
             blocks.arrive(arrival.name, blocks.moment() if arrival.cached_at is None else arrival.cached_at)
             blocks.read_prompt(arrival.name, arrival.token_ids, config.block_size)
-        tracker.add(_facts_of(arrival, config, room, now_s), streamed=arrival.streamed)
+        tracker.add(self._facts_of(arrival, config, room, now_s), streamed=arrival.streamed)
 
     def _apply_count(self, event: PromptCounted) -> None:
         if self._models is None or (tracker := self._tracker_of(event.name)) is None:
@@ -349,11 +353,24 @@ class EngineMirror:
             room = self._room(models, arrival)
             if room < 1:
                 continue
-            models.tracker.add(_facts_of(arrival, models.config, room, now_s), streamed=arrival.streamed)
+            models.tracker.add(self._facts_of(arrival, models.config, room, now_s), streamed=arrival.streamed)
             if num_tokens:
                 models.tracker.set_running(name, num_tokens)
                 models.tracker.requests[name].num_received = num_tokens
         return models
+
+    def _facts_of(self, arrival: RequestArrived, config: EngineConfig, room: int, now_s: float) -> RequestFacts:
+        """Return the facts of a request as the engine model takes them."""
+        return RequestFacts(
+            request_id=arrival.name,
+            prompt_tokens=arrival.prompt_tokens,
+            max_tokens=max(1, min(room, arrival.max_tokens or room)),
+            priority=arrival.priority,
+            arrival_s=now_s,
+            adapter=arrival.model if arrival.model in self._adapters else "",
+            # the metrics show how many blocks are held after a prefill leg
+            leg=DECODE if arrival.leg == DECODE and config.kv_role in FETCHING_ROLES else SERVE,
+        )
 
     @staticmethod
     def _room(models: EngineModels, arrival: RequestArrived) -> int:
@@ -436,16 +453,3 @@ class EngineMirror:
         self._serial += 1
         if self._view is not None:
             self._view.serial = self._serial
-
-
-def _facts_of(arrival: RequestArrived, config: EngineConfig, room: int, now_s: float) -> RequestFacts:
-    """Return the facts of a request as the engine model takes them."""
-    return RequestFacts(
-        request_id=arrival.name,
-        prompt_tokens=arrival.prompt_tokens,
-        max_tokens=max(1, min(room, arrival.max_tokens or room)),
-        priority=arrival.priority,
-        arrival_s=now_s,
-        # the metrics show how many blocks are held after a prefill leg
-        leg=DECODE if arrival.leg == DECODE and config.kv_role in FETCHING_ROLES else SERVE,
-    )

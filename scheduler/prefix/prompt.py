@@ -48,12 +48,15 @@ class PromptBlocks:
 NO_BLOCKS = PromptBlocks()
 
 
-def blocks_of_text(text: bytes, prompt_tokens: int) -> PromptBlocks:
-    """Name a prompt's blocks by its text; of a long prompt only the head is complete."""
+def blocks_of_text(text: bytes, prompt_tokens: int, adapter: str = "") -> PromptBlocks:
+    """Name a prompt's blocks by its text and its LoRA adapter; of a long prompt only the head is complete."""
     if len(text) < 2 * PROMPT_END_BYTES:
-        names, block_tokens = text_blocks(text), prompt_tokens * min(1.0, BLOCK_BYTES / max(1, len(text)))
+        names, block_tokens = (
+            text_blocks(text, adapter=adapter),
+            prompt_tokens * min(1.0, BLOCK_BYTES / max(1, len(text))),
+        )
     else:
-        names, block_tokens = text_blocks(text[:PROMPT_END_BYTES]), BLOCK_BYTES / BYTES_PER_TOKEN
+        names, block_tokens = text_blocks(text[:PROMPT_END_BYTES], adapter=adapter), BLOCK_BYTES / BYTES_PER_TOKEN
     return PromptBlocks(
         names=names, block_tokens=block_tokens, num_blocks=max(1.0, block_tokens / DEFAULT_BLOCK_TOKENS)
     )

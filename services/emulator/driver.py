@@ -17,7 +17,7 @@ import numpy as np
 from predictor.engine import Engine
 from predictor.remote_kv import is_under_way
 from predictor.request import CLASSES, RequestFacts, Slo
-from predictor.state import FETCHING, FINISHED, HELD, LOST, NONE, STEP, TO_FETCH, WAITING
+from predictor.state import FETCHING, FINISHED, HELD, LOST, NONE, RUNNING, STEP, TO_FETCH, WAITING
 from services.emulator.clock import EngineClock, Pace
 from services.emulator.errors import VllmError, bad_value, busy, not_fetched
 from services.emulator.exporter import ContentHashes, EngineStateExporter
@@ -47,7 +47,7 @@ RECORDED = itemgetter(
     )
 )  # fmt: skip
 
-Ended = tuple[float, ...]
+Launched = tuple[float, tuple[float, ...], tuple[int, int]]  # its end, its row for the state file, adapters loaded
 
 
 class Driver:
@@ -86,7 +86,8 @@ class Driver:
         self._held: list[Job] = []  # finished prefills whose blocks are held
         self._serial = 0
         self._next_pace = pace.next()
-        self._under_way: deque[Ended] = deque()  # rows of the launched steps for the state file, with their ends
+        self._under_way: deque[Launched] = deque()
+        self._loads = (0, 0)  # of adapters so far, into host memory and into GPU slots
         self._wake_up: asyncio.Future[None] | None = None
         self.woken: Callable[[], None] | None = None  # set by what runs this engine together with others
         self._bind_arrays()
@@ -115,6 +116,8 @@ class Driver:
             num_preemptions=int(head["num_preemptions"][0]),
             lag_s=late_s,
             num_by_stage=tuple(np.bincount(self._rows["stage"][self._rows["status"] == WAITING], minlength=NUM_STAGES)),
+            running_adapters=self.adapters_of(RUNNING),
+            waiting_adapters=self.adapters_of(WAITING),
             num_held=0 if self.connector is None else len(self.connector.leases),
         )
 
@@ -152,7 +155,7 @@ class Driver:
         hashes: tuple[int, ...] = ()
         if self._contents is not None:
             token_ids = [*request.prompt, *request.answer.token_ids()]
-            hashes = content_hashes(token_ids, self.engine.config.block_size)
+            hashes = content_hashes(token_ids, self.engine.config.block_size, request.lora, request.images)
             self._contents.learn(hashes)
             if self._kv_events is not None:
                 self._kv_events.learn(token_ids)
@@ -170,6 +173,8 @@ class Driver:
                     prefix_hashes=hashes,
                     min_tokens=request.min_tokens or None,
                     leg=request.leg,
+                    adapter=request.adapter,
+                    encoder_inputs=request.images,
                     **self._service_facts(request.facts),
                 )
             )
@@ -197,6 +202,16 @@ class Driver:
             "request_class": CLASSES[columns.get("request_class", 0)],
             **{name: columns[name] for name in ("weight", "client_id", "session_id") if name in columns},
         }
+
+    def load_adapter(self, name: str) -> None:
+        """Bring an adapter into memory, as vLLM does when it is added; the time that this takes is not emulated."""
+        self.engine.load_adapter(name)
+        self._loads = int(self._head["num_adapter_loads"][0]), int(self._head["num_adapter_activations"][0])
+
+    def adapters_of(self, status: int) -> list[str]:
+        """Return the names of the adapters of requests that run, or wait, in alphabetical order."""
+        names = {job.request.adapter for slot, job in self._jobs.items() if self._rows["status"][slot] == status}
+        return sorted(names - {""})
 
     def abort(self, job: Job) -> None:
         """Abort a request; no effect on one that is over."""
@@ -334,17 +349,20 @@ class Driver:
         if self.draws is not None:
             self.draws.draw(self.engine.state, index)
         start_s, end_s, *counts = RECORDED(self._steps[index].item())
-        self._under_way.append((end_s, number, start_s, end_s - start_s, *counts))
+        loads, activations = self._loads
+        self._loads = int(self._head["num_adapter_loads"][0]), int(self._head["num_adapter_activations"][0])
+        new = self._loads[0] - loads, self._loads[1] - activations
+        self._under_way.append((end_s, (number, start_s, end_s - start_s, *counts), new))
         self._next_pace = self.pace.next()
 
     def _record_ended(self) -> None:
         now_s = float(self._head["now_s"][0])
         while self._under_way and self._under_way[0][0] <= now_s:
-            _, *row = self._under_way.popleft()
+            _, row, loads = self._under_way.popleft()
             # how many draft tokens are output is known when they are delivered
             self.metrics.step(int(row[3]), int(row[4]) if self.draws is None else 0)
             if self._exporter is not None:
-                self._exporter.stepped(tuple(row))
+                self._exporter.stepped(row, loads)
 
     def _deliver(self) -> None:
         """Hand out the tokens that are ready since the last call."""

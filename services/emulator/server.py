@@ -19,6 +19,7 @@ from predictor.engine import Engine
 from predictor.mirror.engine_kinds import SGLANG
 from predictor.profile import Profile
 from predictor.request import DECODE, PREFILL, RequestFacts
+from services.emulator.adapters import ServedAdapters, modules_from
 from services.emulator.answers import AnswerLengths
 from services.emulator.app import ConnectionProtocol, Emulator, version_of
 from services.emulator.clock import EngineClock, Pace
@@ -127,11 +128,13 @@ def application(
     lengths = AnswerLengths(
         median_tokens=settings.output_median, spread=settings.output_spread, seed=settings.output_seed
     )
+    adapters = ServedAdapters(settings.model, bool(config.max_loras), modules_from(settings.lora_modules))
     served = Served(
         model=settings.model,
         max_model_len=config.max_model_len,
         lengths=lengths,
         has_connector=connector is not None,
+        adapters=adapters.paths,
         max_num_requests=settings.max_num_queued_reqs,
     )
     size = settings.data_parallel_size
@@ -157,9 +160,11 @@ def application(
             raise ValueError("data_parallel_size: an emulated SGLang has one rank")
         return sglang_emulator(drivers[0], served, max_body_bytes=limit)
     if size == 1:
-        return Emulator(drivers[0], served, expositions[0], max_body_bytes=limit, grammars=grammars)
+        return Emulator(drivers[0], served, expositions[0], max_body_bytes=limit, adapters=adapters, grammars=grammars)
     ranks = RankDrivers(drivers, rules)
-    return Emulator(ranks, served, RankExposition(expositions), max_body_bytes=limit, grammars=grammars)
+    return Emulator(
+        ranks, served, RankExposition(expositions), max_body_bytes=limit, adapters=adapters, grammars=grammars
+    )
 
 
 def driver_of(  # noqa: PLR0913, PLR0917 - its parts
@@ -200,6 +205,8 @@ def driver_of(  # noqa: PLR0913, PLR0917 - its parts
         exporter_with=exporter if path else None,
         kv_publisher=kv_publisher,
     )
+    for name in modules_from(settings.lora_modules):
+        driver.load_adapter(name)
     exposition = Exposition(
         metrics,
         engine.config,
@@ -212,9 +219,18 @@ def driver_of(  # noqa: PLR0913, PLR0917 - its parts
     return driver, exposition
 
 
+def with_adapters(config: EngineConfig, *, enabled: bool) -> EngineConfig:
+    """Return the settings of an engine that serves LoRA adapters, or serves none."""
+    if not enabled and config.max_loras:
+        raise ValueError(f"max_loras: {config.max_loras} needs enable_lora")
+    return replace(config, max_loras=config.max_loras or 1) if enabled else config
+
+
 def warm(config: EngineConfig, profile: Profile) -> None:
     """Compile, or load, every kernel that serving needs, before a request waits for it."""
     engine = Engine(config, profile.step_time)
+    if config.max_loras:
+        engine.load_adapter("warm")
     for number in range(2):
         engine.add(RequestFacts(request_id=str(number), prompt_tokens=1, output_tokens=2))
     engine.advance(0.0)

@@ -19,6 +19,7 @@ from predictor.engine_view import EndedRequest, EngineView
 from predictor.kv_events.stream import KvEventStream
 from predictor.mirror.engine_kinds import GENERIC, SGLANG, VLLM
 from predictor.mirror.events import (
+    AdaptersRead,
     EngineRestarted,
     MetricsScraped,
     MirrorEvent,
@@ -31,7 +32,7 @@ from predictor.mirror.events import (
 )
 from predictor.mirror.mirror import EngineMirror, InconsistentModelError, NoModelError
 from predictor.mirror.models import MirrorOptions
-from predictor.mirror.scraped_metrics import parse_max_model_len, parse_metrics, parse_version
+from predictor.mirror.scraped_metrics import parse_adapters, parse_max_model_len, parse_metrics, parse_version
 from predictor.mirror.sglang_metrics import parse_sglang_metrics
 from predictor.profile import Profile
 from predictor.request_group import Placeable
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SCRAPE_TIMEOUT_S = 5.0
+MODELS_S = 10.0  # after which the engine is asked again what it lists
 MAX_METRICS_BYTES = 16 * 2**20
 LOOK_S = 30.0  # between two looks whether an engine of unknown kind has become another one
 RECORDS = ShownRecords(live=layout.LIVE, facts=layout.REQUEST)
@@ -237,11 +239,11 @@ async def mirroring(
 
 
 async def _scrape(settings: MirrorSettings, origin: Origin, source: MirroredEngine) -> None:
-    """Scrape the engine's /metrics at every interval; its max_model_len and version whenever it may have restarted."""
+    """Scrape the engine's /metrics at every interval; what it lists, and its version, now and then."""
     client = engine_client()
     could_scrape, has_length = True, False
     kind = settings.engine_kind if settings.engine_kind == VLLM else ""
-    next_look_s = 0.0
+    next_look_s = read_again_s = 0.0
     try:
         while True:
             try:
@@ -250,10 +252,10 @@ async def _scrape(settings: MirrorSettings, origin: Origin, source: MirroredEngi
                         await _identify(client, origin, source, settings, kind),
                         time.monotonic() + LOOK_S,
                     )
-                if not has_length:
-                    await _read_max_model_len(client, origin, source)
+                if not has_length or time.monotonic() >= read_again_s:
+                    await _read_models(client, origin, source)
                     await _read_version(client, origin, source)
-                    has_length = True
+                    has_length, read_again_s = True, time.monotonic() + MODELS_S
                 reason = ""
                 if kind != GENERIC:
                     parse = parse_sglang_metrics if kind == SGLANG else parse_metrics
@@ -290,10 +292,14 @@ async def _identify(
     return event.kind
 
 
-async def _read_max_model_len(client: HttpClient, origin: Origin, source: MirroredEngine) -> None:
+async def _read_models(client: HttpClient, origin: Origin, source: MirroredEngine) -> None:
+    """Read the length of the model, and the LoRA adapters, which may have been loaded since."""
     status, body = await client.get(origin, b"/v1/models", within_s=SCRAPE_TIMEOUT_S)
-    if status == 200 and (length := parse_max_model_len(body)) is not None:
+    if status != 200:
+        return
+    if (length := parse_max_model_len(body)) is not None:
         source.record(ModelLengthRead(max_model_len=length))
+    source.record(AdaptersRead(adapters=parse_adapters(body)))
 
 
 async def _read_version(client: HttpClient, origin: Origin, source: MirroredEngine) -> None:

@@ -134,6 +134,7 @@ class Proxy(Application):
                     token_ids=body.token_ids if self._mirror.reads_tokens and request.is_plain else (),
                     prompt=prompt,
                     sequence=sequence,
+                    model=body.model,
                 )
             )
         observer = StreamObserver(self._mirror, names, form)
