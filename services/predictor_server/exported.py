@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from predictor.approximations import UNKNOWN_PREFIXES
+from predictor.adapter_times import AdapterTimes
+from predictor.approximations import UNKNOWN_PREFIXES, UNKNOWN_RANKS
 from predictor.batching import is_compiled
 from predictor.correction import Correction, CorrectionRule, RegionCorrection
 from predictor.data_parallel import DataParallelRank
@@ -39,6 +40,7 @@ from services.engine_state.snapshot import config_of, reported_state, snapshot_f
 from services.engine_state.view import BUSY, CORRUPT, MISSING, UnreadableError, View
 from services.logs import log_event
 from services.predictor_server.engine_source import DownError
+from services.predictor_server.pass_records import PassRecords, RecordedStep, slowest_of
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +50,7 @@ STEP_SUMS = (
     "decode_longest",
 )  # fmt: skip
 
+ADAPTER_LOADS = ("adapter_loads", "adapter_activations")
 OF_TRANSFERS = CorrectionRule(momentum=0.8, lowest=0.05, highest=50.0)  # a link's bandwidth is configured by guess
 FULL_READ_S = 0.25  # how often a file that does not change is read to learn whether its engine has ended
 COMPLETED = {REASONS.index("stop"), REASONS.index("length")}
@@ -106,6 +109,9 @@ class ExportedEngine:
         self._followed: FollowedEngine | None = None
         self._view: EngineView | None = None
         self.rank: DataParallelRank | None = None
+        self.passes = PassRecords()
+        self.beside: Callable[[], Sequence[PassRecords]] = tuple  # of the other ranks in lockstep
+        self._unmatched: list[RecordedStep] = []
         self._life = 0
         self._serial = 0  # of views
         self._transit = NO_TRANSIT
@@ -113,6 +119,7 @@ class ExportedEngine:
         self._correction = RegionCorrection()
         self._corrected_s = 0.0
         self._transfers = Correction(rule=OF_TRANSFERS)
+        self._adapter_times = AdapterTimes()
         self._num_fetched = 0
         self._counters = EngineCounters()
         self._drafts = AcceptanceLearner(NO_DRAFTS)
@@ -231,7 +238,7 @@ class ExportedEngine:
             serial=0,
             transit=self._transit,
             counters=self._counters.values(view.clock_rate) | {"pace": self._correction.every.factor},
-            approximations=_approximations(followed.replica.engine),
+            approximations=self._approximations(followed.replica.engine),
         )
         return followed
 
@@ -251,8 +258,10 @@ class ExportedEngine:
                 )  # fmt: skip
             self._life = view.life
             self._num_steps = self._num_outcomes = 0
+            self._unmatched = []
             self._correction = RegionCorrection()
             self._transfers, self._num_fetched = Correction(rule=OF_TRANSFERS), 0
+            self._adapter_times = AdapterTimes(load_s=config.lora_load_s, activate_s=config.lora_activate_s)
             self._check = StepCheck(profile) if self._profile is not None else None
             self._counters = EngineCounters()
             self._drafts = AcceptanceLearner(config.configured_drafts)
@@ -325,20 +334,60 @@ class ExportedEngine:
         if num_steps != self._num_steps:
             self._num_steps = num_steps
             self._corrected_s = time.monotonic()
-            records = self._reader.new_steps()
-            for real_s, sums in zip(records["seconds"].tolist(), records[list(STEP_SUMS)].tolist(), strict=True):
-                step = dict(zip(STEP_SUMS, sums, strict=True))
-                predicted_s = followed.replica.step_seconds(**step)
-                if predicted_s is not None:
-                    region = region_of(step["num_tokens"], step["num_decodes"], step["num_prefills"])
-                    self._correction = self._correction.observe(region, predicted_s=predicted_s, real_s=real_s)
-                    if self._check is not None:
-                        self._check.observe(predicted_s=predicted_s, real_s=real_s)
+            steps = self._recorded_steps(followed.replica)
+            if self._is_in_lockstep:  # by the next time, the other ranks' steps of the same passes have been read
+                for step in steps:
+                    self.passes.add(step)
+                steps, self._unmatched = [slowest_of(one, self.beside()) for one in self._unmatched], steps
+            for step in steps:
+                self._correction = self._correction.observe(
+                    step.region, predicted_s=step.predicted_s, real_s=step.real_s
+                )
+                if self._check is not None:
+                    self._check.observe(predicted_s=step.predicted_s, real_s=step.real_s)
         elif self._check is not None and time.monotonic() - self._corrected_s > self._forget_s:
             self._check.forget()  # as in `_forget_pace`
         if self._check is not None:
             _require(self._check.require_close)
         followed.replica.engine.set_region_paces(self._correction.every.factor, self._correction.factors)
+        if followed.replica.engine.config.max_loras:
+            followed.replica.engine.set_adapter_times(self._adapter_times.load_s, self._adapter_times.activate_s)
+
+    def _learn_adapter_times(self, extra_s: float, num_loads: int, num_activations: int) -> None:
+        """Learn from a step that loaded adapters; its duration says nothing about the pace of others."""
+        self._adapter_times = self._adapter_times.observe(
+            num_loads=num_loads, num_activations=num_activations, extra_s=extra_s
+        )
+
+    @property
+    def _is_in_lockstep(self) -> bool:
+        return self.rank is not None and self.rank.lockstep is not None
+
+    def _recorded_steps(self, replica: EngineReplica) -> list[RecordedStep]:
+        """Read the steps that have ended, with their durations by the profile; without those that loaded adapters."""
+        records = self._reader.new_steps()
+        steps = []
+        for start_s, real_s, sums, loads in zip(
+            records["start_s"].tolist(),
+            records["seconds"].tolist(),
+            records[list(STEP_SUMS)].tolist(),
+            records[list(ADAPTER_LOADS)].tolist(),
+            strict=True,
+        ):
+            step = dict(zip(STEP_SUMS, sums, strict=True))
+            predicted_s = replica.step_seconds(**step)
+            if predicted_s is not None and any(loads):
+                self._learn_adapter_times(real_s - predicted_s * self._correction.every.factor, *loads)
+            elif predicted_s is not None:
+                region = region_of(step["num_tokens"], step["num_decodes"], step["num_prefills"])
+                steps.append(RecordedStep(start_s, real_s, predicted_s, region))
+        return steps
+
+    def _approximations(self, engine: Engine) -> tuple[str, ...]:
+        """Return what all forecasts of an engine approximate."""
+        named = _approximations(engine)
+        knows_ranks = not self._is_in_lockstep or self.rank is None or len(self.beside()) + 1 >= self.rank.size
+        return named if knows_ranks else (*named, UNKNOWN_RANKS)
 
     def _correct_transfers(self, followed: FollowedEngine) -> None:
         """Compare the fetches that have ended with their duration by the engine's configuration."""
