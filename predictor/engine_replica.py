@@ -19,7 +19,9 @@ from predictor.engine import Engine
 from predictor.lengths import DEFAULT_RESIDUAL, expected_lengths
 from predictor.request import CLASSES, LEGS, MAX_PRIORITY
 from predictor.state import (
+    EXPECTED,
     FINISHED,
+    HALF_CREDIT,
     NO_CONTENT,
     NO_TRANSFER,
     NONE,
@@ -49,20 +51,25 @@ ERRORS = (
     "tables: are shorter than the number of blocks held",
     "tables: name a block that does not exist",
     "blocks.reuse: does not list the blocks that no request holds",
+    "drafts: are more than a step of this engine can have",
 )
 (
     OK, BAD_SLOT, BELOW_ZERO, BAD_PROMPT, TOO_MANY_OUTPUT, TOO_MANY_COMPUTED, TOO_FEW_BLOCKS, TOO_MANY_BLOCKS,
-    UNKNOWN_REQUEST, NO_TOKENS, TOO_LARGE_STEP, SHORT_TABLE, UNKNOWN_BLOCK, WRONG_REUSE,
+    UNKNOWN_REQUEST, NO_TOKENS, TOO_LARGE_STEP, SHORT_TABLE, UNKNOWN_BLOCK, WRONG_REUSE, TOO_MANY_DRAFTS,
 ) = range(len(ERRORS))  # fmt: skip
 
 
 class ReportedStep(NamedTuple):
-    """A step in flight: its requests' slots in order, their tokens, and whether they will sample."""
+    """A step in flight: its requests' slots in order, their tokens, and whether they will sample.
+
+    `drafts` are the draft tokens among those of each request.
+    """
 
     start_s: float
     slots: np.ndarray
     tokens: np.ndarray
     sampled: np.ndarray
+    drafts: np.ndarray
 
 
 class ReportedContents(NamedTuple):
@@ -119,6 +126,9 @@ class ReportedState(NamedTuple):
     memory: ReportedMemory | None = None
     held: np.ndarray = NO_SLOTS
     held_s: np.ndarray | None = None
+    adapters: np.ndarray | None = (
+        None  # the fields of `state.ADAPTER`, the least recently used one first; None: unknown
+    )
 
 
 class EngineReplica:
@@ -164,12 +174,15 @@ class EngineReplica:
         counts = len(reported.running), len(reported.waiting)
         _require_ok(put(state, slots, *counts, self.num_slots, *self._columns(reported, slots)))
         self._put_transfers(reported, slots)
+        if reported.adapters is not None:
+            self._put_adapters(reported.adapters)
         if self.engine.tracks_blocks:
             self._update_blocks(reported, slots)
         head.num_free_blocks = reported.num_free_blocks
         head.now_s = min([reported.now_s, *(step.start_s for step in reported.steps)])
         head.decodes_since_look = reported.decodes_since_look
-        head.steady = head.stuck = head.fruitless_preemptions = 0
+        head.steady = head.stuck = head.fruitless_preemptions = head.num_encoder_entries = 0
+        head.encoder_free = head.encoder_reclaimable = self.engine.config.encoder_cache_size
         if reported.memory is not None:
             self._remember(reported.memory)
         elif head.estimator_momentum > 0:  # the correction of its local scheduler counts as complete
@@ -177,7 +190,7 @@ class EngineReplica:
         for ahead, step in enumerate(reported.steps):
             error = put_in_flight(
                 state, step.slots.astype(np.int64), step.tokens.astype(np.int64), step.sampled.astype(np.int64),
-                float(step.start_s),
+                step.drafts.astype(np.int64), float(step.start_s),
             )  # fmt: skip
             if error != OK:
                 head.num_in_flight = 0
@@ -229,7 +242,8 @@ class EngineReplica:
         limit = len(costs.by_count)
         if not (0 < num_tokens < len(costs.by_tokens) and 0 <= num_sampled < limit and 0 <= num_decodes < limit):
             return None
-        return float(
+        drafting_s = self.engine.config.draft_step_s if num_sampled > 0 else 0.0
+        return drafting_s + float(
             step_seconds(
                 costs, num_tokens, num_sampled, num_decodes, float(decode_context), num_prefills, prefill_qq,
                 prefill_qkv, float(decode_longest),
@@ -261,6 +275,16 @@ class EngineReplica:
             rows = clients.view(np.ndarray)
             for name in memory.clients.dtype.names or ():
                 rows[name][:count] = memory.clients[name]
+
+    def _put_adapters(self, adapters: np.ndarray) -> None:
+        """Set which LoRA adapters are in host memory, and which of them in GPU slots."""
+        head, config = self.engine.state.engine[0], self.engine.config
+        if len(adapters) > config.num_cpu_loras or np.count_nonzero(adapters["is_active"]) > config.max_loras:
+            raise ValueError(f"adapters: {len(adapters)} are more than max_loras and max_cpu_loras allow")
+        head.num_adapters = len(adapters)
+        rows = self.engine.state.adapters.view(np.ndarray)
+        rows["number"][: len(adapters)] = adapters["number"]
+        rows["is_active"][: len(adapters)] = adapters["is_active"] != 0
 
     def _columns(self, reported: ReportedState, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the reported columns, and the known or predicted lengths of responses, NaN for unknown."""
@@ -335,6 +359,7 @@ def error_in(engine: np.record, reported: np.record, fact: np.record, holds: boo
         reported.output_tokens < 0 or reported.computed_tokens < 0 or reported.placeholders < 0
         or reported.in_flight_tokens < 0 or reported.stale_tokens < 0 or reported.num_blocks < 0
         or reported.full_blocks < 0 or reported.num_preemptions < 0 or reported.hit_tokens < 0
+        or reported.draft_tokens < 0
     ):  # fmt: skip
         return BELOW_ZERO
     prompt = np.int64(fact.prompt_tokens)
@@ -343,12 +368,17 @@ def error_in(engine: np.record, reported: np.record, fact: np.record, holds: boo
     max_tokens = min(np.int64(fact.max_tokens), engine.max_model_len - prompt)
     if reported.output_tokens >= max_tokens and not has_ended:
         return TOO_MANY_OUTPUT
-    if reported.computed_tokens > prompt + reported.output_tokens + reported.placeholders:
+    # where a request computes draft tokens, they count as computed until they are rejected
+    drafts = min(np.int64(reported.in_flight_tokens), engine.num_speculative_tokens)
+    if reported.computed_tokens > prompt + reported.output_tokens + reported.placeholders + drafts:
         return TOO_MANY_COMPUTED
     num_blocks = np.int64(reported.num_blocks) if holds else 0
     if holds and not has_ended and num_blocks * engine.block_size < reported.computed_tokens:
         return TOO_FEW_BLOCKS
-    if max(num_blocks, np.int64(reported.full_blocks)) * engine.block_size >= prompt + max_tokens + engine.block_size:
+    most_tokens = prompt + max_tokens
+    if engine.num_speculative_tokens > 0:
+        most_tokens += engine.pipeline_depth * (1 + engine.num_speculative_tokens) + engine.num_lookahead_tokens
+    if max(num_blocks, np.int64(reported.full_blocks)) * engine.block_size >= most_tokens + engine.block_size:
         return TOO_MANY_BLOCKS
     return OK
 
@@ -361,6 +391,16 @@ def put_facts(facts: np.record, reported: np.record) -> None:
     facts.weight = reported.weight if 0 < reported.weight < np.inf else 1.0
     facts.tenant = reported.tenant
     facts.request_class = np.int64(reported.request_class) if 0 <= reported.request_class < NUM_CLASSES else 0
+    facts.adapter = reported.adapter
+    facts.num_encoder_inputs = 0  # whose outputs an engine does not report: see docs/engines.md
+
+
+@small_kernel
+def put_tokens(engine: np.record, request: np.record, reported: np.record) -> None:
+    """Copy a request's prefix hits, and the draft tokens of its next step; expectations of later ones begin again."""
+    request.hit_tokens = reported.hit_tokens
+    request.draft_tokens = min(np.int64(reported.draft_tokens), engine.num_speculative_tokens)
+    request.acceptance_credit = request.proposal_credit = HALF_CREDIT
 
 
 @kernel
@@ -407,7 +447,7 @@ def put_requests(
         request.priority = min(MAX_PRIORITY, max(-MAX_PRIORITY, fact.priority))
         request.expected_tokens = request.final_tokens
         request.num_preemptions = reported.num_preemptions
-        request.hit_tokens = reported.hit_tokens
+        put_tokens(engine, request, reported)
         request.leg = fact.leg if 0 <= fact.leg < NUM_LEGS else 0
         request.stage = NO_TRANSFER
         request.transfer_s = 0.0
@@ -435,7 +475,9 @@ def tokens_on_time(request: np.record, ttft_slo_s: float) -> int:
 
 
 @kernel
-def put_step(state: State, slots: np.ndarray, tokens: np.ndarray, sampled: np.ndarray, start_s: float) -> int:
+def put_step(
+    state: State, slots: np.ndarray, tokens: np.ndarray, sampled: np.ndarray, drafts: np.ndarray, start_s: float
+) -> int:
     """Put a reported step in flight, behind the one that may be there already."""
     engine = state.engine[0]
     index = steps.current(state)
@@ -448,6 +490,8 @@ def put_step(state: State, slots: np.ndarray, tokens: np.ndarray, sampled: np.nd
             return UNKNOWN_REQUEST
         if not 0 < tokens[position] < len(state.costs.by_tokens):
             return NO_TOKENS if tokens[position] <= 0 else TOO_LARGE_STEP
+        if not 0 <= drafts[position] < min(tokens[position], state.engine[0].num_speculative_tokens + 1):
+            return TOO_MANY_DRAFTS
         num_tokens += tokens[position]
     if num_tokens >= len(state.costs.by_tokens):
         return TOO_LARGE_STEP
@@ -456,6 +500,7 @@ def put_step(state: State, slots: np.ndarray, tokens: np.ndarray, sampled: np.nd
     for position in range(len(slots)):
         request, entry = state.requests[slots[position]], state.batch[index, position]
         entry.slot, entry.tokens, entry.sampled = slots[position], tokens[position], 1 if sampled[position] else 0
+        entry.drafts, entry.accepted, entry.proposed = drafts[position], EXPECTED, EXPECTED
         # tokens in flight that are in no older step were scheduled by this one
         older = request.in_flight_tokens
         if engine.num_in_flight > 0:

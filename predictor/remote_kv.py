@@ -234,10 +234,10 @@ def reserved_blocks(state: State) -> int:
         slot = state.running[position]
         if state.requests[slot].computed_tokens < state.requests[slot].prefill_tokens:
             total += missing_blocks(state, slot)
-    for position in range(engine.num_holding):
+    for position in range(engine.num_holding if engine.holding_first else engine.num_waiting):
         index = engine.waiting_head + position
         slot = state.waiting[index - len(state.waiting) if index >= len(state.waiting) else index]
-        if state.requests[slot].stage == NO_TRANSFER:
+        if state.requests[slot].stage == NO_TRANSFER and state.requests[slot].num_blocks > 0:
             total += missing_blocks(state, slot)
     return total
 

@@ -41,7 +41,7 @@ def put_transfers(
         request = state.requests[slot]
         waits = num_running <= index < num_running + num_waiting
         is_first = is_first and (index < num_running or (waits and request.num_blocks > 0))
-        engine.num_holding += is_first and waits
+        engine.num_holding += is_first and waits and engine.holding_first
         if request.stage == FETCHING:
             request.transfer_s += engine.link_s if engine.transfer_shared else now_s
             remote_kv.add_transfer(state, slot)

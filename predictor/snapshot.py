@@ -8,9 +8,11 @@ from typing import ClassVar
 
 from predictor.config import EngineConfig, require_count
 from predictor.request import RequestFacts
+from predictor.speculation import MAX_SPECULATIVE_TOKENS
 
-# 2: requests carry service level, weight, tenant, session and model; 3: what a local scheduler remembers; 4: legs
-VERSION = 4
+# 2: requests carry service level, weight, tenant, session and model; 3: what a local scheduler remembers; 4: legs;
+# 5: draft tokens, LoRA adapters, encoder inputs
+VERSION = 5
 OLDEST_VERSION = 1  # that `simulator.codec` still reads
 STAGES = ("", "to_fetch", "fetching", "fetched", "failed", "held")
 STRICT = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
@@ -40,14 +42,16 @@ class LiveRequest:
     first_token_s: float | None = None  # None: not yet, or unknown
     tokens_on_time: int | None = None  # tokens that came by their deadlines; None: no deadlines, or unknown
     stage: str = ""  # of the transfer of its KV blocks, as in `STAGES`
+    draft_tokens: int = 0  # proposed for its next step
     # Seconds until its transfer ends, if no other one shares the link, or until its blocks are held no longer.
     transfer_left_s: float | None = None
+    referenced_inputs: tuple[int, ...] = ()  # of `request.encoder_inputs`, those whose outputs it refers to
 
     def __post_init__(self) -> None:
         """Refuse impossible counts."""
         for name in (
             "produced_tokens", "computed_tokens", "placeholders", "in_flight_tokens", "stale_tokens", "num_blocks",
-            "full_blocks", "num_preemptions",
+            "full_blocks", "num_preemptions", "draft_tokens",
         ):  # fmt: skip
             require_count(name, getattr(self, name), at_least=0)
         if self.prefill_tokens is not None:
@@ -58,18 +62,25 @@ class LiveRequest:
                 raise ValueError(f"tokens_on_time: {self.tokens_on_time} are more than its produced_tokens")
         if self.first_token_s is not None and not (math.isfinite(self.first_token_s) and self.first_token_s >= 0):
             raise ValueError(f"first_token_s: must be a time from 0 on, not {self.first_token_s}")
+        if any(not 0 <= index < len(self.request.encoder_inputs) for index in self.referenced_inputs):
+            raise ValueError(f"referenced_inputs: are not among the {len(self.request.encoder_inputs)} of the request")
         if self.stage not in STAGES:
             raise ValueError(f"stage: {self.stage!r} is none of {', '.join(STAGES[1:])}")
         if self.transfer_left_s is not None and not (math.isfinite(self.transfer_left_s) and self.transfer_left_s >= 0):
             raise ValueError(f"transfer_left_s: must be a time from 0 on, not {self.transfer_left_s}")
-        known = self.request.prompt_tokens + self.produced_tokens + self.placeholders
+        # draft tokens in flight count as computed until they are rejected
+        drafts = min(max(0, self.in_flight_tokens - 1), MAX_SPECULATIVE_TOKENS)
+        known = self.request.prompt_tokens + self.produced_tokens + self.placeholders + drafts
         if self.computed_tokens > known:
             raise ValueError(f"computed_tokens: {self.computed_tokens} is more than its {known} tokens")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepUnderWay:
-    """A step that the engine has planned and not finished: its requests in order, and which of them will sample."""
+    """A step that the engine has planned and not finished: its requests in order, and which of them will sample.
+
+    `drafts` are the draft tokens among those of each request that has some.
+    """
 
     __pydantic_config__: ClassVar = STRICT
 
@@ -77,14 +88,22 @@ class StepUnderWay:
     scheduled: dict[str, int]
     sampled: tuple[str, ...] = ()
     swapped_tokens: int = 0  # whose KV it copies to host memory, or back
+    extra_s: float = 0.0  # of its duration, what loading adapters and the encoder take
+    drafts: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Refuse impossible steps."""
         if not math.isfinite(self.start_s):
             raise ValueError(f"start_s: must be a time, not {self.start_s}")
         require_count("swapped_tokens", self.swapped_tokens, at_least=0)
+        if not (math.isfinite(self.extra_s) and self.extra_s >= 0):
+            raise ValueError(f"extra_s: must be a time from 0 on, not {self.extra_s}")
         for name, tokens in self.scheduled.items():
             require_count(f"scheduled.{name}", tokens, at_least=1)
+        for name, tokens in self.drafts.items():
+            require_count(f"drafts.{name}", tokens, at_least=1)
+            if tokens >= self.scheduled.get(name, 0):
+                raise ValueError(f"drafts.{name}: {tokens} must be fewer than its tokens in the step")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,6 +166,42 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedAdapter:
+    """A LoRA adapter in host memory, by `request.adapter_number`, and whether it is in a GPU slot too."""
+
+    __pydantic_config__: ClassVar = STRICT
+
+    number: int
+    is_active: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuse the number of the base model."""
+        if isinstance(self.number, bool) or not isinstance(self.number, int) or not 0 < abs(self.number) <= 2**63:
+            raise ValueError(f"number: must be a number of 64 bits other than 0, not {self.number!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderOutput:
+    """An output of the encoder that the engine keeps, by `request.identity_number` of its input.
+
+    `num_refs` requests refer to it; of those without one, the one with the least `unused_since` is removed first.
+    """
+
+    __pydantic_config__: ClassVar = STRICT
+
+    identity: int
+    tokens: int
+    num_refs: int = 0
+    unused_since: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse impossible counts."""
+        require_count("tokens", self.tokens, at_least=1)
+        for name in ("num_refs", "unused_since"):
+            require_count(name, getattr(self, name), at_least=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TwoEndedBlock:
     """A KV block that a real-time request fills from the left and a best-effort request from the right.
 
@@ -180,7 +235,7 @@ class Snapshot:
     `held` are requests that have ended, and whose blocks are held until they are fetched, or have been fetched.
     `reserved` are requests that are reserved for the engine and that it does not report yet. Without `kv_cache` the
     contents of blocks are unknown, and forecasts contain no prefix hits. `two_ended_blocks` are those in use with
-    kv_layout bidirectional.
+    kv_layout bidirectional. `adapters` are in host memory, the least recently used one first.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -198,6 +253,8 @@ class Snapshot:
     decodes_since_look: int = 0
     memory: Memory = Memory()
     two_ended_blocks: tuple[TwoEndedBlock, ...] = ()
+    adapters: tuple[LoadedAdapter, ...] = ()
+    encoder_outputs: tuple[EncoderOutput, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse other versions, and states that no engine can have."""

@@ -12,6 +12,7 @@ import numpy as np
 from predictor import queues, remote_kv, steps
 from predictor.blocks import OWN_CONTENTS
 from predictor.compiled import direct
+from predictor.encoder_snapshot import encoder_outputs, put_back_encoder, referenced_inputs, with_identities
 from predictor.engine import Engine
 from predictor.lengths import DEFAULT_RESIDUAL
 from predictor.request import REAL_TIME
@@ -27,6 +28,7 @@ from predictor.snapshot import (
     TwoEndedBlock,
 )
 from predictor.state import (
+    EXPECTED,
     FETCHING,
     FINISHED,
     HELD,
@@ -70,6 +72,8 @@ def snapshot_of(engine: Engine, taken_s: float) -> Snapshot:
         decodes_since_look=int(head.decodes_since_look),
         memory=_memory(engine),
         two_ended_blocks=_two_ended_blocks(engine),
+        adapters=engine.adapters(),
+        encoder_outputs=encoder_outputs(engine),
     )
 
 
@@ -109,7 +113,8 @@ def _live(engine: Engine, slot: int) -> LiveRequest:
     stage, transfer_left_s = _transfer(engine, slot)
     counters: dict[str, Any] = {name: int(row[name]) for name in COUNTERS}
     return LiveRequest(
-        request=engine.request_in(slot),
+        request=with_identities(engine, slot),
+        referenced_inputs=referenced_inputs(engine, slot),
         produced_tokens=int(row.output_tokens),
         num_blocks=int(row.num_blocks),
         full_blocks=int(row.full_blocks),
@@ -119,6 +124,7 @@ def _live(engine: Engine, slot: int) -> LiveRequest:
         block_ids=tuple(int(block) for block in engine.state.tables[slot, :held]),
         stage=stage,
         transfer_left_s=transfer_left_s,
+        draft_tokens=int(row.draft_tokens),
         **counters,
     )
 
@@ -148,6 +154,8 @@ def _in_flight(engine: Engine, ahead: int) -> StepUnderWay:
         scheduled={engine.id_of(entry.slot): int(entry.tokens) for entry in live},
         sampled=tuple(engine.id_of(entry.slot) for entry in live if entry.sampled),
         swapped_tokens=int(step.num_swapped),
+        extra_s=float(step.extra_s),
+        drafts={engine.id_of(entry.slot): int(entry.drafts) for entry in live if entry.drafts},
     )
 
 
@@ -203,6 +211,8 @@ def engine_from(snapshot: Snapshot, step_time: StepTime, residual: str = DEFAULT
         with _at(f"held[{position}]"):
             _put_back(engine, item, FINISHED)
     _put_back_blocks(engine, snapshot)
+    engine.set_adapters(snapshot.adapters)
+    put_back_encoder(engine, snapshot)
     head = engine.state.engine[0]
     head.now_s = min([snapshot.taken_s, *(step.start_s for step in snapshot.steps)])
     head.decodes_since_look = snapshot.decodes_since_look
@@ -235,7 +245,8 @@ def _put_back(engine: Engine, item: LiveRequest, status: int) -> None:
     if status == RUNNING and item.num_blocks * block_size < item.computed_tokens:
         raise ValueError(f"num_blocks: {item.num_blocks} are too few for {item.computed_tokens} computed tokens")
     is_shared = engine.state.engine[0].kv_layout == TWO_ENDED_LAYOUT  # with blocks that are partly filled
-    if not is_shared and item.num_blocks * block_size >= request.prompt_tokens + max_tokens + block_size:
+    most_tokens = request.prompt_tokens + max_tokens + engine.config.most_draft_tokens
+    if not is_shared and item.num_blocks * block_size >= most_tokens + block_size:
         raise ValueError(f"num_blocks: {item.num_blocks} are more than the request can need")
     prefill_tokens = item.prefill_tokens
     if prefill_tokens is None:
@@ -252,13 +263,14 @@ def _put_back(engine: Engine, item: LiveRequest, status: int) -> None:
         scheduled_s=request.arrival_s if was_scheduled else NONE,
         first_token_s=_first_token_s(item),
         tokens_on_time=item.tokens_on_time or 0,
+        draft_tokens=min(item.draft_tokens, engine.config.num_speculative_tokens),
         **{name: getattr(item, name) for name in COUNTERS},
     )
     head = engine.state.engine[0]
     if status == FINISHED:
         return
     if status == WAITING:
-        head.num_holding += item.num_blocks > 0 and bool(head.fetches)
+        head.num_holding += item.num_blocks > 0 and bool(head.fetches and head.holding_first)
         enqueue(engine.state, slot)
         return
     engine.state.running[head.num_running] = slot
@@ -404,6 +416,9 @@ def _put_back_step(engine: Engine, step: StepUnderWay, taken_s: float) -> None:
     for name in (*step.scheduled, *step.sampled):
         if name not in engine.slots:
             raise ValueError(f"scheduled.{name}: is no request of this snapshot")
+    for name, drafts in step.drafts.items():
+        if drafts > engine.config.num_speculative_tokens:
+            raise ValueError(f"drafts.{name}: {drafts} are more than {engine.config.num_speculative_tokens}")
     state, sampled = engine.state, set(step.sampled)
     require_possible_step(state, len(step.scheduled), sum(step.scheduled.values()))
     index = steps.current(state)
@@ -414,12 +429,14 @@ def _put_back_step(engine: Engine, step: StepUnderWay, taken_s: float) -> None:
     batch.slot[:count] = slots
     batch.tokens[:count] = list(step.scheduled.values())
     batch.sampled[:count] = [name in sampled for name in step.scheduled]
+    batch.drafts[:count] = [step.drafts.get(name, 0) for name in step.scheduled]
+    batch.accepted[:count] = batch.proposed[:count] = EXPECTED
     # tokens in flight that are in no older step were scheduled by this one
     older = state.steps[state.engine[0].oldest].num_scheduled if state.engine[0].num_in_flight else 0
     in_older = np.isin(slots, state.batch[state.engine[0].oldest].slot[:older])
     rows: Any = state.requests[slots]
     before = rows.computed_tokens - np.where(in_older, batch.tokens[:count], rows.in_flight_tokens)
-    record.num_swapped = step.swapped_tokens
+    record.num_swapped, record.extra_s = step.swapped_tokens, step.extra_s
     steps.sum_up(state, np.maximum(before, 0).astype(np.int64))
     steps.put_in_flight(state, step.start_s)
     record.end_s = max(record.end_s, taken_s)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from predictor import blocks, estimator, queues
+from predictor import adapters, blocks, encoder_inputs, estimator, queues
 from predictor.compiled import kernel, small_kernel
-from predictor.state import FINISHED, PENDING, RUNNING, WAITING, State
+from predictor.state import EXPECTED, FINISHED, PENDING, RUNNING, WAITING, State
 from predictor.step_time import is_measured, region_of, step_seconds
 
 
@@ -22,6 +22,7 @@ def begin(state: State) -> None:
     step = state.steps[current(state)]
     step.num_scheduled = 0
     step.num_preempted = step.num_swapped = 0
+    step.extra_s = 0.0
 
 
 @small_kernel
@@ -32,7 +33,16 @@ def assign(state: State, slot: int, num_tokens: int) -> None:
     entry = state.batch[index, step.num_scheduled]
     entry.slot = slot
     entry.tokens = num_tokens
+    entry.accepted = entry.proposed = EXPECTED
     step.num_scheduled += 1
+
+
+@small_kernel
+def pad(state: State, slot: int) -> None:
+    """Fill the request that was assigned last up with draft tokens, all of which are rejected."""
+    index = current(state)
+    state.requests[slot].draft_tokens = state.engine[0].num_speculative_tokens
+    state.batch[index, state.steps[index].num_scheduled - 1].accepted = 0
 
 
 @kernel
@@ -46,6 +56,7 @@ def unassign(state: State, slot: int) -> int:
             for moved in range(position, step.num_scheduled - 1):
                 state.batch[index, moved].slot = state.batch[index, moved + 1].slot
                 state.batch[index, moved].tokens = state.batch[index, moved + 1].tokens
+                state.batch[index, moved].accepted = state.batch[index, moved + 1].accepted
             step.num_scheduled -= 1
             return freed
     return 0
@@ -65,6 +76,10 @@ def launch(state: State) -> None:
     index = current(state)
     step = state.steps[index]
     clear_sums(step)
+    if engine.max_loras > 0:
+        step.extra_s += adapters.load_for_step(state)
+    if engine.max_encoder_tokens > 0:
+        step.extra_s += encoder_inputs.tokens_of_step(state) * engine.encoder_token_s
     for position in range(step.num_scheduled):
         entry = state.batch[index, position]
         request = state.requests[entry.slot]
@@ -74,11 +89,25 @@ def launch(state: State) -> None:
         if request.scheduled_s < 0:
             request.scheduled_s = engine.now_s
         entry.sampled = request.computed_tokens >= tokens_of(state, entry.slot)
+        entry.drafts = 0
+        if engine.num_speculative_tokens > 0:
+            note_drafts(state, entry)
         add_to_sums(step, entry, before)
         if entry.sampled and engine.pipeline_depth > 1:
-            request.placeholders += 1
+            request.placeholders += 1 + entry.drafts
     put_in_flight(state, engine.now_s)
     engine.num_steps += 1
+
+
+@small_kernel
+def note_drafts(state: State, entry: np.record) -> None:
+    """Note how many of a request's tokens in the planned step are draft tokens.
+
+    Where steps are planned ahead, its next step is planned with as many as can be proposed, before they are known.
+    """
+    engine, request = state.engine[0], state.requests[entry.slot]
+    entry.drafts = max(0, min(request.draft_tokens, request.computed_tokens - tokens_of(state, entry.slot)))
+    request.draft_tokens = engine.num_speculative_tokens if entry.sampled and engine.pipeline_depth > 1 else 0
 
 
 @small_kernel
@@ -94,12 +123,15 @@ def put_in_flight(state: State, start_s: float) -> None:
         state.costs, step.num_tokens, step.num_sampled, step.num_decodes, step.decode_context,
         step.num_prefills, step.prefill_qq, step.prefill_qkv, step.decode_longest,
     )  # fmt: skip
+    if engine.draft_step_s > 0 and step.num_sampled > 0:
+        seconds += step.pace * engine.draft_step_s
     step.end_s = step.start_s + seconds
     sequences = step.num_decodes + step.num_prefills
     if not is_measured(state.costs, step.num_tokens, sequences, step.decode_context, step.decode_longest):
         engine.unmeasured_s += seconds
     if step.num_swapped > 0:  # the copies run beside the step
         step.end_s = max(step.end_s, step.start_s + step.num_swapped * engine.swap_token_s)
+    step.end_s += step.extra_s
     engine.num_in_flight += 1
 
 
@@ -123,13 +155,16 @@ def clear_sums(step: np.record) -> None:
 
 @small_kernel
 def add_to_sums(step: np.record, entry: np.record, before: int) -> None:
-    """Add one request's part to the sums; `before` of its tokens are computed already."""
+    """Add one request's part to the sums; `before` of its tokens are computed already.
+
+    A decode with draft tokens computes them all, but reads its context once.
+    """
     step.num_tokens += entry.tokens
     step.num_sampled += entry.sampled
-    if entry.tokens == 1:
+    if entry.tokens == 1 + entry.drafts:
         step.num_decodes += 1
-        step.decode_context += before + 1
-        step.decode_longest = max(step.decode_longest, before + 1)
+        step.decode_context += before + entry.tokens
+        step.decode_longest = max(step.decode_longest, before + entry.tokens)
     else:
         step.num_prefills += 1
         step.prefill_qq += float(entry.tokens) * entry.tokens
@@ -147,6 +182,7 @@ def retire(state: State) -> None:
     if engine.estimator_momentum > 0:
         estimator.observe(engine, engine.num_steps - engine.num_in_flight, step.pace)
     engine.num_in_flight -= 1
+    engine.awaits_step = 0
     if engine.defers_frees:
         free_deferred(state, index)
     num_finished = 0
@@ -158,24 +194,91 @@ def retire(state: State) -> None:
         stale = request.stale_tokens > 0
         if stale:
             request.stale_tokens -= entry.tokens
-        if request.status == FINISHED or not entry.sampled or (stale and engine.drops_stale):
+        if request.status == FINISHED or (stale and engine.drops_stale):
+            continue
+        if encoder_inputs.has_some(state, entry.slot):
+            encoder_inputs.release_computed(state, entry.slot)
+        if not entry.sampled:
             continue
         engine.fruitless_preemptions = 0
-        request.output_tokens += 1
-        if request.output_tokens == 1:
-            request.first_token_s = engine.now_s
-        if request.tokens_on_time >= 0:
-            count_on_time(state, entry.slot)
-        if engine.pipeline_depth > 1 and not stale:
-            request.placeholders -= 1
-            if request.status == RUNNING:
-                blocks.register_full(state, entry.slot, request.computed_tokens - request.placeholders)
+        num_tokens = take_tokens(state, entry, stale)
+        if not stale:
+            know_tokens(state, entry.slot, num_tokens)
         if request.output_tokens >= request.final_tokens:
             from_waiting = from_waiting or request.status == WAITING
             queues.complete(state, entry.slot)
             num_finished += 1
+        elif engine.num_speculative_tokens > 0 and engine.pipeline_depth == 1:
+            propose(state, entry)
     if num_finished > 0:
         queues.drop_finished(state, from_waiting)
+    queues.forget_when_idle(state)
+
+
+@small_kernel
+def know_tokens(state: State, slot: int, num_tokens: int) -> None:
+    """Count the tokens that a request has just got as known, and register for prefix hits the blocks known by them.
+
+    SGLang registers a prompt at the end of its prefill, and the rest at the end of the request; vLLM does it before the
+    step, where it plans none ahead.
+    """
+    engine, request = state.engine[0], state.requests[slot]
+    if engine.pipeline_depth > 1:
+        request.placeholders -= num_tokens
+    if request.status != RUNNING:
+        return
+    if engine.is_sglang:
+        if request.prompt_tokens + request.output_tokens == request.prefill_tokens + 1:
+            blocks.share_full(state, slot, request.prefill_tokens)
+    elif engine.pipeline_depth > 1:
+        blocks.register_full(state, slot, request.computed_tokens - request.placeholders)
+
+
+@small_kernel
+def take_tokens(state: State, entry: np.record, stale: bool) -> int:
+    """Add what a request has sampled to its output, up to its end; return the number of tokens."""
+    request = state.requests[entry.slot]
+    num_tokens = 1
+    if entry.drafts > 0:
+        num_tokens = min(1 + accept(state, entry, stale), max(1, request.final_tokens - request.output_tokens))
+    for _ in range(num_tokens):
+        request.output_tokens += 1
+        if request.tokens_on_time >= 0:
+            count_on_time(state, entry.slot)
+    if request.output_tokens == num_tokens:
+        request.first_token_s = state.engine[0].now_s
+    return num_tokens
+
+
+@small_kernel
+def accept(state: State, entry: np.record, stale: bool) -> int:
+    """Return how many of a request's draft tokens are accepted; the others are not computed after all.
+
+    Where the number is not known, the expected ones of its steps add up.
+    """
+    request = state.requests[entry.slot]
+    accepted = np.int64(entry.accepted)
+    if accepted == EXPECTED:
+        credit = request.acceptance_credit + state.expected_accepted[entry.drafts]
+        accepted = min(np.int64(credit), np.int64(entry.drafts))
+        request.acceptance_credit = credit - accepted
+    if not stale:
+        request.computed_tokens -= entry.drafts - accepted
+        if request.placeholders > 0:
+            request.placeholders -= entry.drafts - accepted
+    return accepted
+
+
+@small_kernel
+def propose(state: State, entry: np.record) -> None:
+    """Set the draft tokens of a request's next step: as known, or the usual number in the usual share of steps."""
+    engine, request = state.engine[0], state.requests[entry.slot]
+    if entry.proposed != EXPECTED:
+        request.draft_tokens = entry.proposed
+        return
+    credit = request.proposal_credit + engine.proposal_share
+    request.draft_tokens = engine.proposed_tokens if credit >= 1 else 0
+    request.proposal_credit = credit - 1 if credit >= 1 else credit
 
 
 @small_kernel
@@ -219,3 +322,4 @@ def abort(state: State, slot: int) -> None:
     queues.finish(state, slot)
     queues.drop_finished(state, status == WAITING)
     state.engine[0].steady = state.engine[0].stuck = 0
+    queues.forget_when_idle(state)

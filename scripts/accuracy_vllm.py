@@ -68,7 +68,7 @@ from services.settings import seconds_of
 from simulator.load_plan import Planned, Timing, arrival_times
 from simulator.load_report import RequestResult
 from simulator.replay import replay
-from tests.deploy.engines import narrow_and_deep, tiny_model
+from tests.deploy.engines import narrow_and_deep, repeating_weights, tiny_model
 
 MODEL = "tiny"
 HOST = "127.0.0.1"
@@ -120,6 +120,10 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--instances", type=int, default=2)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--engine-flags", default="", help="more flags of the engines, such as --speculative-config=…")
+    parser.add_argument(
+        "--repeating", type=float, metavar="SHARE", help="weights with which this share of tokens follows a cycle"
+    )
     parser.add_argument("--vllm", default=os.environ.get("BLOCK_VLLM_PYTHON", str(VLLM)), help="Python that has vLLM")
     parser.add_argument("--records", metavar="FILE", help="a JSON line for each request")
     arguments = parser.parse_args()
@@ -139,6 +143,8 @@ def main() -> None:
 async def measure(arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     """Start the engines, measure their profiles, and send the load in each mode."""
     model = tiny_model(folder / "model", **narrow_and_deep(arguments.hidden, arguments.layers))
+    if arguments.repeating is not None:
+        repeating_weights(model, arguments.seed, arguments.repeating)
     results: list[dict[str, Any]] = []
     async with AsyncExitStack() as stack:
         progress("starting engines")
@@ -167,7 +173,7 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> list[dict[str,
 def commands(arguments: argparse.Namespace, model: Path) -> Iterator[tuple[str, str]]:
     """Yield the names of the engines, and the commands that start them."""
     for number in range(arguments.instances):
-        yield f"vllm-{number}", serve_command(arguments, model, number)
+        yield f"vllm-{number}", serve_command(arguments, model, number, flags=arguments.engine_flags)
 
 
 def serve_command(
@@ -187,7 +193,8 @@ def serve_command(
     return (
         f"env {' '.join(f'{name}={value}' for name, value in environment.items())}"
         f" taskset -c {cores[number % len(cores)]}"
-        f" {vllm} serve {model} --served-model-name {MODEL} --load-format dummy --enforce-eager"
+        f" {vllm} serve {model} --served-model-name {MODEL} --enforce-eager"
+        f" --load-format {'dummy' if getattr(arguments, 'repeating', None) is None else 'auto'}"
         f" --max-model-len {LONGEST} --block-size {BLOCK_SIZE} --num-gpu-blocks-override {NUM_BLOCKS + 1}"
         f" --max-num-seqs {SEATS} --max-num-batched-tokens {STEP_TOKENS} --disable-uvicorn-access-log"
         f" --host {HOST} --port {free_port(HOST)} {flags}"

@@ -258,9 +258,10 @@ class InTurn(scheduler_pb2_grpc.SchedulerServicer):
             yield scheduler_pb2.WatchDrainsResponse(now_unix_s=time.time())
             await asyncio.sleep(DRAINS_EVERY_S)
 
-    def _refuse(self, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+    async def _refuse(self, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         """Refuse a call that the bench does not make."""
-        raise NotImplementedError
+        del request
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "the bench does not call it")
 
     Generate = Explain = ListInstances = UsePolicy = Tail = _refuse
 

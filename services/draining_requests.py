@@ -23,20 +23,22 @@ REMOVED = "the instance is removed, and the request could not move in time"
 Counted = Callable[[str], None]
 
 
-class Stay:
-    """One request at one instance, until `end`."""
+class TrackedRequest:
+    """One request at one instance, from when it is sent until `end`."""
 
     __slots__ = ("_forced", "_leave", "_of", "ask_again_s", "is_moving", "reasons")
 
-    def __init__(self, of: dict[Stay, None], leave: Callable[[], None] | None, forced: Callable[[], None]) -> None:
-        """Note what asks the request to leave, if anything, and what ends it."""
+    def __init__(
+        self, of: dict[TrackedRequest, None], leave: Callable[[], None] | None, forced: Callable[[], None]
+    ) -> None:
+        """Track a request: `leave` asks it to move, None where it cannot; `forced` ends it."""
         self._of, self._leave, self._forced = of, leave, forced
         self.is_moving = False
         self.ask_again_s = -math.inf
         self.reasons: set[str] = set()  # for which it could not leave
         of[self] = None
 
-    def to_be_asked(self, leave: Callable[[], None] | None) -> None:
+    def set_leave(self, leave: Callable[[], None] | None) -> None:
         """Replace what asks the request to leave; None where it cannot."""
         self._leave, self.is_moving = leave, False
 
@@ -63,11 +65,11 @@ class DrainingRequests:
     A request that cannot leave goes on where it is, and is asked again.
     """
 
-    def __init__(self, stays: Counted = lambda _: None, *, clock: Callable[[], float] = time.time) -> None:
-        """Start without requests; `stays` is called with the reason why a request cannot leave, once for each."""
-        self._stays = stays
+    def __init__(self, count_unmoved: Counted = lambda _: None, *, clock: Callable[[], float] = time.time) -> None:
+        """Start without requests; `count_unmoved` is called with each reason for which a request cannot leave, once."""
+        self._count_unmoved = count_unmoved
         self._clock = clock
-        self._at: dict[str, dict[Stay, None]] = {}
+        self._at: dict[str, dict[TrackedRequest, None]] = {}
         self._drains: dict[str, Drain] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
@@ -80,24 +82,24 @@ class DrainingRequests:
         """Return the number of requests at an instance."""
         return len(self._at.get(instance_id, ()))
 
-    def enter(self, instance_id: str, leave: Callable[[], None] | None, forced: Callable[[], None]) -> Stay:
+    def enter(self, instance_id: str, leave: Callable[[], None] | None, forced: Callable[[], None]) -> TrackedRequest:
         """Count a request at an instance until its `end`."""
         at = self._at.get(instance_id)
         if at is None:
             if len(self._at) > 4096:  # instances that are gone
-                self._at = {name: stays for name, stays in self._at.items() if stays}
+                self._at = {name: requests for name, requests in self._at.items() if requests}
             at = self._at[instance_id] = {}
-        return Stay(at, leave, forced)
+        return TrackedRequest(at, leave, forced)
 
-    def stays(self, stay: Stay, reason: str) -> None:
+    def cannot_move(self, request: TrackedRequest, reason: str) -> None:
         """Note why a request that was asked to leave does not."""
-        stay.is_moving = False
-        if reason not in stay.reasons:
-            stay.reasons.add(reason)
-            self._stays(reason)
+        request.is_moving = False
+        if reason not in request.reasons:
+            request.reasons.add(reason)
+            self._count_unmoved(reason)
 
     def follow(self, drains: Mapping[str, Drain]) -> None:
-        """Take all drains: those that changed start anew, and an instance that is not among them drains no longer."""
+        """Replace all drains: a changed one restarts, and an instance that is not among them drains no longer."""
         for name in [name for name, drain in self._drains.items() if drains.get(name) != drain]:
             del self._drains[name]
             if (task := self._tasks.pop(name, None)) is not None:
@@ -117,14 +119,14 @@ class DrainingRequests:
             await asyncio.sleep(min(left_s, 60.0))
         log_event(log, logging.INFO, "requests leave", instance=name, requests=self.num_at(name))
         while True:
-            stays, now_s = list(self._at.get(name, ())), time.monotonic()
+            requests, now_s = list(self._at.get(name, ())), time.monotonic()
             if self._clock() >= drain.force_unix_s:
-                for stay in stays:
-                    stay.force()
+                for request in requests:
+                    request.force()
             elif drain.migrate:
-                room = MAX_MOVING - sum(stay.is_moving for stay in stays)
-                for stay in stays:
-                    room -= room > 0 and stay.ask(now_s)
+                room = MAX_MOVING - sum(request.is_moving for request in requests)
+                for request in requests:
+                    room -= room > 0 and request.ask(now_s)
             await asyncio.sleep(TICK_S)
 
     async def close(self) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from scheduler.objectives import Objectives
-from services.instances import BY_HTTP, DRAINING, Instance, Instances, InstanceSource
+from services.instances import BY_HTTP, DRAINING, Instance, Instances, InstanceSource, distinct
 from services.logs import log_event
 from services.registrations import DrainOrder, Registration, RegistrationFile, Registrations
 from services.rpc.errors import BusyError, UnknownNameError
@@ -194,6 +194,7 @@ class RegisteredInstances(InstanceSource):
         """Add an instance, or renew it; ConflictError where its id has other facts, and it is not to be replaced."""
         name = registration.instance.instance_id
         self._require_unlisted(name)
+        self._require_other_rank(registration.instance)
 
         def change(registered: Registrations) -> str:
             before = registered.instances.get(name)
@@ -212,6 +213,14 @@ class RegisteredInstances(InstanceSource):
         level = logging.DEBUG if result == SAME else logging.INFO
         log_event(log, level, f"instance {result}", instance=name, ttl_s=registration.ttl_s)
         return result
+
+    def _require_other_rank(self, instance: Instance) -> None:
+        """Raise ValueError for a data-parallel rank that is missing, or is that of another instance at its URL."""
+        others = (one for one in self._merged() if one.instance_id != instance.instance_id)
+        try:
+            distinct([*others, instance])
+        except ValueError as error:
+            raise ValueError(str(error).partition("].")[2]) from None
 
     async def remove(self, instance_id: str) -> bool:
         """Remove a registered instance; return False where it is not known."""

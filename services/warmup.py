@@ -7,9 +7,12 @@ from collections.abc import Callable
 
 from predictor.batching import BATCHERS
 from predictor.config import EngineConfig
+from predictor.engine import Engine
 from predictor.engine_replica import EngineReplica
 from predictor.forecast import Forecaster
 from predictor.lengths import Tag, expected_tokens
+from predictor.lockstep import LockstepGroup
+from predictor.lockstep_forecast import LockstepForecaster, RankPasses
 from predictor.profile import constant_profile
 from predictor.request import RequestFacts
 from predictor.snapshot_conversion import engine_from, snapshot_of
@@ -35,9 +38,22 @@ def warm_up(on_step: Callable[[], None] = lambda: None) -> float:
         engine_from(snapshot_of(engine, engine.now_s), constant_profile().step_time).next_step()
         engine.abort("running")
         on_step()
+    _warm_lockstep(loaded_engine(EngineConfig(), constant_profile().step_time, [request]))
+    on_step()
     replica = EngineReplica(config, constant_profile().step_time, num_slots=1, track_blocks=False)
     replica.step_seconds(
         num_tokens=1, num_sampled=1, num_decodes=1, decode_context=9, num_prefills=0, prefill_qq=0.0, prefill_qkv=0.0,
         decode_longest=9,
     )  # fmt: skip
     return time.monotonic() - start_s
+
+
+def _warm_lockstep(engine: Engine) -> None:
+    """Run the kernels of ranks that step together."""
+    passes, forecaster = RankPasses(), LockstepForecaster(engine)
+    passes.follow(engine)
+    forecaster.beside([passes])
+    candidate = RequestFacts(request_id="candidate", prompt_tokens=20, output_tokens=4)
+    for delays in (True, False):
+        forecaster.forecast([candidate], engine.now_s, delays=delays)
+    LockstepGroup([engine]).advance()

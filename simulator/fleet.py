@@ -207,12 +207,18 @@ def _stacked(singles: Sequence[State], *, slots: int, width: int, num_contents: 
         blocks=_records((num, num_blocks), first.blocks),
         tables=np.zeros((num, slots, width), np.int32),
         cached=np.full((num, num_contents), NONE, np.int32),
+        adapters=_records((num, max(len(state.adapters) for state in singles)), first.adapters),
+        step_adapters=np.zeros((num, max(len(state.step_adapters) for state in singles)), np.int64),
+        encoder_cache=_records((num, max(len(state.encoder_cache) for state in singles)), first.encoder_cache),
+        encoder_inputs=_records((num, slots, 1), first.encoder_inputs),
         facts=no_facts(num, slots),
         hashes=np.zeros((num, slots, width), np.int64),
+        expected_accepted=np.zeros((num, max(len(state.expected_accepted) for state in singles))),
         costs=first.costs,
     )
     for index, state in enumerate(singles):
         stack.engine[index] = state.engine
+        stack.expected_accepted[index, : len(state.expected_accepted)] = state.expected_accepted
         stack.blocks[index, : len(state.blocks)] = state.blocks
         stack.two_ended_blocks[index, : len(state.two_ended_blocks)] = state.two_ended_blocks
     return stack

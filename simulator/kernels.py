@@ -12,7 +12,18 @@ import numpy as np
 from predictor import blocks, load, loop, queues
 from predictor.compiled import direct, kernel, small_kernel
 from predictor.engine import ANY_NUMBER
-from predictor.state import DECODE_LEG, FINISHED, HELD, NO_TRANSFER, NONE, PENDING, PREFILL_LEG, TO_FETCH, State
+from predictor.state import (
+    DECODE_LEG,
+    FINISHED,
+    HALF_CREDIT,
+    HELD,
+    NO_TRANSFER,
+    NONE,
+    PENDING,
+    PREFILL_LEG,
+    TO_FETCH,
+    State,
+)
 from predictor.step_time import Costs
 
 CANDIDATE = 0  # the slot that is reserved for the request of a forecast
@@ -32,6 +43,7 @@ REQUEST = np.dtype(
         ("tpot_slo_s", "f8"),
         ("weight", "f8"),
         ("request_class", "i8"),
+        ("adapter", "i8"),  # `predictor.request.adapter_number`; 0: none
     ],
     align=True,
 )
@@ -159,7 +171,8 @@ def engine_at(stack: State, costs: Costs, index: int) -> State:
         stack.transfers[index], stack.preempted[index], stack.steps[index], stack.batch[index],
         stack.turn_starts[index], stack.turns[index], stack.ranks[index], stack.clients[index],
         stack.two_ended_blocks[index], stack.blocks[index], stack.tables[index], stack.cached[index],
-        stack.facts[index], stack.hashes[index],
+        stack.adapters[index], stack.step_adapters[index], stack.encoder_cache[index], stack.encoder_inputs[index],
+        stack.facts[index], stack.hashes[index], stack.expected_accepted[index],
         Costs(costs.coefficients[index], costs.by_tokens[index], costs.by_count[index]),
     )  # fmt: skip
 
@@ -227,12 +240,14 @@ def fill_slot(fleet: EngineArrays, requests: Requests, index: int, slot: int, nu
     request.serial = request.tie_break = number
     request.priority = facts.priority
     request.num_preemptions = request.hit_tokens = request.prefill_tokens = 0
-    request.leg = request.stage = 0
+    request.leg = request.stage = request.draft_tokens = 0
     request.transfer_s = 0.0
+    request.acceptance_credit = request.proposal_credit = HALF_CREDIT
     target = fleet.stack.facts[index, slot]
     # deadlines count from the arrival at the cluster
     target.ttft_slo_s = facts.ttft_slo_s - (arrives_s - facts.arrival_s)
     target.tpot_slo_s, target.weight, target.request_class = facts.tpot_slo_s, facts.weight, facts.request_class
+    target.adapter = facts.adapter
     request.tokens_on_time = NONE if np.isnan(facts.ttft_slo_s) else 0
     if engine.prefix_caching:
         num_hashes = min(facts.num_contents, facts.prompt_tokens // engine.block_size)

@@ -15,6 +15,11 @@ def check(config: EngineConfig) -> None:
         )
     if budget < config.max_num_seqs:
         raise ValueError(f"max_num_batched_tokens: {budget} is below max_num_seqs {config.max_num_seqs}")
+    if budget <= config.speculation.draft_slots:
+        raise ValueError(
+            f"max_num_batched_tokens: {budget} leaves no token beside the {config.speculation.draft_slots} that "
+            f"speculative_method {config.speculative_method} needs for each request"
+        )
     if config.long_prefill_token_threshold > config.max_model_len:
         raise ValueError(
             f"long_prefill_token_threshold: {config.long_prefill_token_threshold} is above max_model_len "

@@ -8,12 +8,13 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from predictor.config import PRODUCER_AND_CONSUMER
+from predictor.config import MAX_LORAS, PRODUCER_AND_CONSUMER
+from predictor.speculation import EAGLE, MAX_SPECULATIVE_TOKENS, DraftTotals, require_counts
 
 MAX_LINE_CHARS = 4096
 
 _SAMPLE = re.compile(r"^vllm:([a-z_]+)(?:\{(.*)\})? ([0-9.eE+-]+|NaN|[+-]?Inf)(?: \d+)?$")
-_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 # vLLM's metrics by our names; the first spelling that is present counts
 METRIC_NAMES = {
@@ -28,6 +29,8 @@ METRIC_NAMES = {
     "prefix_hits": ("prefix_cache_hits_total",),
     "created_s": ("prompt_tokens_created",),
 }
+NUM_DRAFTS, NUM_DRAFT_TOKENS = "spec_decode_num_drafts_total", "spec_decode_num_draft_tokens_total"
+ACCEPTED_BY_POSITION = "spec_decode_num_accepted_tokens_per_pos_total"
 SETTINGS: dict[str, Callable[[str], int | bool]] = {
     "num_gpu_blocks": int,
     "block_size": int,
@@ -37,7 +40,10 @@ SETTINGS: dict[str, Callable[[str], int | bool]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScrapedMetrics:
-    """One scrape of /metrics; a metric that the engine does not export is None."""
+    """One scrape of /metrics; a metric that the engine does not export is None.
+
+    An engine that `updates_rarely` sets its gauges not with every step, so that a scrape may repeat the one before.
+    """
 
     running: float | None = None
     waiting: float | None = None
@@ -49,7 +55,9 @@ class ScrapedMetrics:
     prefix_queries: float | None = None
     prefix_hits: float | None = None
     created_s: float | None = None
+    drafts: DraftTotals | None = None
     settings: Mapping[str, int | bool | str] = field(default_factory=dict)
+    updates_rarely: bool = False
 
     def shows_restart_since(self, before: ScrapedMetrics) -> bool:
         """Return whether the engine restarted in between: its counters are newer, or lower, than before."""
@@ -61,23 +69,35 @@ class ScrapedMetrics:
                 return True
         return False
 
+    def repeats(self, before: ScrapedMetrics) -> bool:
+        """Return whether these are the values of the scrape before, of an engine that updates its gauges rarely."""
+        names = ("running", "waiting", "kv_usage")
+        return self.updates_rarely and all(getattr(self, name) == getattr(before, name) for name in names)
+
     def shows_progress_since(self, before: ScrapedMetrics) -> bool:
         """Return whether the engine computed tokens in between."""
         return (self.prompt_tokens, self.generation_tokens) != (before.prompt_tokens, before.generation_tokens)
 
 
-def parse_metrics(text: str) -> ScrapedMetrics:
+def parse_metrics(text: str) -> ScrapedMetrics:  # noqa: C901 - one branch for each kind of line
     """Parse Prometheus' text format; several engines behind one address are added up, invalid lines are skipped."""
     samples: dict[str, list[float]] = {}
+    accepted: dict[int, float] = {}
     settings: dict[str, int | bool | str] = {}
     for line in text.splitlines():
         if not line.startswith("vllm:") or len(line) > MAX_LINE_CHARS or (found := _SAMPLE.match(line)) is None:
             continue
         name, labels, value = found[1], found[2] or "", float(found[3])
         if name == "cache_config_info":
-            settings = _settings(dict(_LABEL.findall(labels)))
+            settings.update(_settings(dict(LABEL.findall(labels))))
+        elif name == "lora_requests_info":
+            settings.update(_adapter_settings(dict(LABEL.findall(labels))))
+        elif name == ACCEPTED_BY_POSITION:
+            position = dict(LABEL.findall(labels)).get("position", "")
+            if math.isfinite(value) and position.isdecimal():
+                accepted[int(position)] = accepted.get(int(position), 0.0) + value
         elif math.isfinite(value):
-            if name in METRIC_NAMES["fetching"] and dict(_LABEL.findall(labels)).get("stage") != "in_progress":
+            if name in METRIC_NAMES["fetching"] and dict(LABEL.findall(labels)).get("stage") != "in_progress":
                 continue
             samples.setdefault(name, []).append(value)
     if METRIC_NAMES["fetching"][0] in samples:
@@ -87,7 +107,37 @@ def parse_metrics(text: str) -> ScrapedMetrics:
         values = next((samples[spelling] for spelling in spellings if spelling in samples), None)
         if values is not None:
             totals[name] = max(values) if name in ("kv_usage", "created_s") else math.fsum(values)
-    return ScrapedMetrics(**totals, settings=settings)
+    drafts = _draft_totals(totals, samples, accepted)
+    if (
+        drafts is not None and "kv_role" not in settings
+    ):  # the method is not reported; most of them reserve slots as this one does
+        settings |= {"speculative_method": EAGLE, "num_speculative_tokens": len(drafts.accepted)}
+    return ScrapedMetrics(**totals, drafts=drafts, settings=settings)
+
+
+def _draft_totals(
+    metrics: Mapping[str, float], samples: Mapping[str, list[float]], accepted: Mapping[int, float]
+) -> DraftTotals | None:
+    """Return the counters of speculative decoding; None without it, or where positions are missing.
+
+    Every step of a request that decodes gives it one token beside the accepted ones.
+    """
+    if NUM_DRAFTS not in samples or NUM_DRAFT_TOKENS not in samples or not accepted:
+        return None
+    if sorted(accepted) != list(range(len(accepted))) or len(accepted) > MAX_SPECULATIVE_TOKENS:
+        return None
+    num_drafts, generated = round(math.fsum(samples[NUM_DRAFTS])), metrics.get("generation_tokens")
+    totals = DraftTotals(
+        num_drafts=num_drafts,
+        num_draft_tokens=round(math.fsum(samples[NUM_DRAFT_TOKENS])),
+        accepted=tuple(round(accepted[position]) for position in sorted(accepted)),
+        num_chances=None if generated is None else max(num_drafts, round(generated - math.fsum(accepted.values()))),
+    )
+    try:
+        require_counts(totals.num_drafts, totals.num_draft_tokens, totals.accepted)
+    except ValueError:
+        return None
+    return totals
 
 
 def _settings(labels: Mapping[str, str]) -> dict[str, int | bool | str]:
@@ -101,6 +151,21 @@ def _settings(labels: Mapping[str, str]) -> dict[str, int | bool | str]:
     return settings
 
 
+def _adapter_settings(labels: Mapping[str, str]) -> dict[str, int | bool | str]:
+    """Return how many LoRA adapters a step may have, by the labels of `vllm:lora_requests_info`."""
+    text = labels.get("max_lora", "")
+    return {"max_loras": int(text)} if text.isascii() and text.isdigit() and 0 < int(text) <= MAX_LORAS else {}
+
+
+def parse_adapters(body: bytes) -> frozenset[str]:
+    """Parse the LoRA adapters of /v1/models, which have a parent; none where the reply is none."""
+    try:
+        cards = json.loads(body)["data"]
+        return frozenset(card["id"] for card in cards if card.get("parent") and isinstance(card["id"], str))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return frozenset()
+
+
 def parse_max_model_len(body: bytes) -> int | None:
     """Parse the largest max_model_len of /v1/models; None where no model has one."""
     try:
@@ -109,3 +174,12 @@ def parse_max_model_len(body: bytes) -> int | None:
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
     return max((length for length in lengths if type(length) is int and length > 0), default=None)
+
+
+def parse_version(body: bytes) -> str:
+    """Parse the version in a reply of /version; empty where there is none."""
+    try:
+        version = json.loads(body)["version"]
+    except (ValueError, KeyError, TypeError):
+        return ""
+    return version if isinstance(version, str) else ""

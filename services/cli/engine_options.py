@@ -37,6 +37,13 @@ class EngineModelSettings:
             metavar="TOML",
         ),
     ] = ""
+    speculative_config: Annotated[
+        str,
+        Option(
+            'Speculative decoding as vLLM configures it: {"method": "ngram", "num_speculative_tokens": 3}.',
+            metavar="JSON",
+        ),
+    ] = ""
 
 
 ENGINE_CONFIG = SettingsPart(
@@ -67,27 +74,32 @@ def profile_named(name: str) -> Profile:
         raise ValueError(f"{name}: {str(error).removeprefix(f'{name}: ')}") from None
 
 
-def engine_of(given: SettingValues) -> tuple[Profile, EngineConfig]:
-    """Load the profile, and settle the engine's settings."""
+def engine_of(given: SettingValues, *, sglang: bool = False) -> tuple[Profile, EngineConfig]:
+    """Load the profile, and settle the engine's settings; SGLang's have its local scheduler, and pages of one token."""
     model = given.make(EngineModelSettings)
     profile = profile_named(model.profile)
-    return profile, engine_config(profile, model.engine_file, given.given(EngineConfig))
+    return profile, engine_config(profile, settings_in(given), sglang=sglang)
 
 
 def settings_in(given: SettingValues) -> dict[str, Any]:
     """Return the engine's settings that were given: by flags and environment first, then in the file."""
     from simulator.codec import settings_from_toml
+    from simulator.speculative_config import speculative_settings
 
-    file = given.make(EngineModelSettings).engine_file
-    return {**(settings_from_toml(file) if file else {}), **given.given(EngineConfig)}
+    model = given.make(EngineModelSettings)
+    from_file = settings_from_toml(model.engine_file) if model.engine_file else {}
+    speculation = speculative_settings(model.speculative_config) if model.speculative_config else {}
+    return {**from_file, **speculation, **given.given(EngineConfig)}
 
 
-def engine_config(profile: Profile, engine_file: str, given: Mapping[str, Any]) -> EngineConfig:
-    """Settle the engine's settings: flags and environment first, then the file, then those of the profile."""
-    from simulator.codec import settings_from_toml
-
-    from_file = settings_from_toml(engine_file) if engine_file else {}
+def engine_config(profile: Profile, given: Mapping[str, Any], *, sglang: bool = False) -> EngineConfig:
+    """Settle the engine's settings: the given ones first, then those of the profile."""
+    suggested = profile.suggested_settings
+    if sglang:
+        plain = EngineConfig()
+        sizes = [suggested.get(name, getattr(plain, name)) for name in ("num_gpu_blocks", "block_size")]
+        suggested = {**suggested, "batcher": "sglang", "block_size": 1, "num_gpu_blocks": sizes[0] * sizes[1]}
     try:
-        return EngineConfig(**{**profile.suggested_settings, **from_file, **given})
+        return EngineConfig(**{**suggested, **given})
     except TypeError as error:
         raise ValueError(str(error)) from None

@@ -117,6 +117,5 @@ def append_table(path: Path, table: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         Path(new_path).replace(path)
-    except BaseException:
-        Path(new_path).unlink(missing_ok=True)
-        raise
+    finally:
+        Path(new_path).unlink(missing_ok=True)  # where it was not renamed

@@ -119,7 +119,7 @@ def profile_in(given: SettingValues) -> Profile | None:
 def _config(given: SettingValues, profile: Profile | None) -> EngineConfig:
     if profile is None:
         raise ValueError("profile: is missing; a recording does not name the engine's settings")
-    return engine_config(profile, given.make(EngineModelSettings).engine_file, given.given(EngineConfig))
+    return engine_config(profile, settings_in(given))
 
 
 def observed_by_state_file(

@@ -9,11 +9,10 @@ from typing import Any, TypeVar, cast
 
 import click
 
-from predictor.config import EngineConfig
-from services.cli.engine_options import ENGINE, EngineModelSettings
+from services.cli.engine_options import ENGINE, EngineModelSettings, settings_in
 from services.cli.settings_options import SettingValues, settings_options
 from services.parallel import processes, ray_cluster
-from simulator.codec import read_text, settings_from_toml
+from simulator.codec import read_text
 from simulator.parallel import Runner
 from simulator.scenario import Scenario, scenario_from
 
@@ -106,8 +105,7 @@ def scenario_of(trace: str | None, flags: Mapping[str, Any]) -> Scenario:
     table = _table(flags["scenario_file"]) if flags["scenario_file"] else {}
     kinds = table.get("instances", {})
     kinds = [kinds] if isinstance(kinds, Mapping) else list(kinds)
-    engine = settings_from_toml(model.engine_file) if model.engine_file else {}
-    engine |= given.given(EngineConfig)
+    engine = settings_in(given)
     for kind in kinds:
         kind["engine"] = {**kind.get("engine", {}), **engine}
         if given.was_set("profile") or "profile" not in kind:

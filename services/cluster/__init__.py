@@ -16,10 +16,11 @@ from scheduler.instances import BOTH
 from services.cluster.autoscaling import NAME as PROVISIONER
 from services.cluster.autoscaling import first_instances, provisioner_of
 from services.cluster.child import Child, StartError
-from services.cluster.engines import engines_of, require_exported
+from services.cluster.engines import engines_of, kv_event_flags, require_exported
 from services.cluster.link_security import LinkSecurity
 from services.cluster.pools import emulator_flags, pass_blocks_on
 from services.cluster.settings import ClusterSettings, VllmSettings
+from services.engine_state.identity import rank_file
 from services.rpc.channels import refuse_taken
 
 __all__ = ["Child", "Cluster", "ClusterSettings", "StartError", "VllmSettings", "running", "write_instances"]
@@ -159,7 +160,8 @@ def _sidecars(cluster: Cluster) -> list[Child]:
         return [
             Child(
                 f"predictor-{number}", "predictor", *_common(cluster, "predictor"), "--instance-id", engine.name,
-                "--engine-url", cluster.url_of(engine.name), *emulator_flags(engine), *settings.sidecar_flags,
+                "--engine-url", cluster.url_of(engine.name), *emulator_flags(engine),
+                *kv_event_flags(settings, cluster.state_files[number], follows=True), *settings.sidecar_flags,
                 proxy_port=0,
             )
             for number, engine in enumerate(settings.engines)
@@ -168,17 +170,27 @@ def _sidecars(cluster: Cluster) -> list[Child]:
     return [
         Child(
             f"predictor-{index}", "predictor", *_common(cluster, "predictor"),
-            *(word for number in group for word in ("--engine", _engine_flag(cluster, number))),
+            *(word for number in group for flag in _engine_flags(cluster, number) for word in ("--engine", flag)),
             *settings.sidecar_flags,
         )
         for index, group in enumerate(numbers[first : first + per_sidecar] for first in numbers[::per_sidecar])
     ]  # fmt: skip
 
 
-def _engine_flag(cluster: Cluster, number: int) -> str:
-    """Write the flag of an engine that a sidecar follows."""
-    name = cluster.settings.engines[number].name
-    return f"{name}={cluster.state_files[number]},{cluster.url_of(name)}"
+def _engine_flags(cluster: Cluster, number: int) -> list[str]:
+    """Write the flags of an engine that a sidecar follows, one for each of its ranks."""
+    name, file = cluster.settings.engines[number].name, str(cluster.state_files[number])
+    return [
+        f"{instance}={file if rank is None else rank_file(file, rank)},{cluster.url_of(name)}"
+        for instance, rank in _ranks(cluster.settings, name)
+    ]
+
+
+def _ranks(settings: ClusterSettings, engine: str) -> list[tuple[str, int | None]]:
+    """Return the instances of an engine with their data-parallel ranks; the only one of an engine has no rank."""
+    if settings.data_parallel == 1:
+        return [(engine, None)]
+    return [(f"{engine}-rank-{rank}", rank) for rank in range(settings.data_parallel)]
 
 
 def _schedulers(cluster: Cluster) -> list[Child]:
@@ -255,12 +267,14 @@ def write_instances(cluster: Cluster) -> None:
     """Write the list of instances; the file is replaced as a whole."""
     instances = [
         {
-            "instance_id": engine.name,
+            "instance_id": instance_id,
             "engine_url": cluster.engine_url_of(number),
             "sidecar_address": cluster.address_of(cluster.sidecar_of(number).name),
             "role": engine.role if cluster.legs_apart else BOTH,
+            **({} if rank is None else {"data_parallel_rank": rank}),
         }
         for number, engine in enumerate(cluster.settings.engines)
+        for instance_id, rank in _ranks(cluster.settings, engine.name)
     ]
     complete = cluster.instances_file.with_suffix(".new")
     complete.write_text(json.dumps({"instances": instances}), encoding="utf-8")

@@ -11,6 +11,7 @@ from predictor.suggestions import require_known
 from scheduler.policy import policy_from
 from services.cluster.instance_range import MAX_INSTANCES, InstanceRange, engine_capacity_of, instance_range_from
 from services.cluster.pools import PlannedEngine, planned_engines
+from services.emulator.settings import MAX_RANKS
 from services.logs import LEVELS, LogSettings
 from services.objectives import ObjectivesFile
 from services.security.exposure import is_on_loopback
@@ -68,6 +69,12 @@ class ClusterSettings:
     ] = None
     prefill: Annotated[int, "Number of engines that only prefill, for engines that decode."] = 0
     decode: Annotated[int, "Number of engines that decode what others prefilled; they can serve whole requests."] = 0
+    data_parallel: Annotated[
+        int, "Number of data-parallel ranks of each emulated engine; each rank is an instance: engine-0-rank-1."
+    ] = 1
+    lockstep: Annotated[
+        bool, "Ranks of an engine step together, as those of a model with experts; with data_parallel."
+    ] = False
     provision: Annotated[
         str,
         Option("Have a provisioner run between MIN and MAX instances, in place of a fixed number.", metavar="MIN-MAX"),
@@ -127,7 +134,7 @@ class ClusterSettings:
         for name in ("host", "objectives", "folder", "tls_folder"):
             if not isinstance(getattr(self, name), str):
                 raise ValueError(f"{name}: must be a text, not {getattr(self, name)!r}")
-        for name in ("mirror", "tls", "insecure"):
+        for name in ("mirror", "tls", "insecure", "lockstep"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}: must be true or false, not {getattr(self, name)!r}")
         self._check_tls()
@@ -137,6 +144,7 @@ class ClusterSettings:
             raise ValueError(
                 "provision: goes without prefill and decode: instances that it starts serve whole requests"
             )
+        self._check_ranks()
         if self.instance_range is not None and (self.vllm is not None or self.mirror):
             raise ValueError(
                 "provision: is for emulated engines that export their state; see block serve provisioner for others"
@@ -155,6 +163,14 @@ class ClusterSettings:
                 "network is trusted"
             )
 
+    def _check_ranks(self) -> None:
+        if self.lockstep and self.data_parallel == 1:
+            raise ValueError("lockstep: needs data_parallel above 1")
+        if self.data_parallel > 1 and (self.prefill or self.decode or self.mirror or self.instance_range is not None):
+            raise ValueError("data_parallel: goes without prefill, decode, mirror and provision")
+        if self.data_parallel > 1 and self.vllm is not None:
+            raise ValueError("data_parallel: is of emulated engines only; list the ranks of vLLM in an instances file")
+
     def _check_numbers(self) -> None:
         pooled = self.prefill != 0 or self.decode != 0
         for name, minimum, maximum in (
@@ -162,6 +178,7 @@ class ClusterSettings:
             ("decode", 0, MAX_INSTANCES),
             ("instances", 0 if pooled else 1, MAX_INSTANCES),
             ("engines_per_sidecar", 1, MAX_INSTANCES),
+            ("data_parallel", 1, MAX_RANKS),
             ("schedulers", 0, MAX_SCHEDULERS),
         ):
             value = getattr(self, name)
@@ -171,6 +188,11 @@ class ClusterSettings:
                 raise ValueError(f"{name}: must be a whole number from {minimum} to {maximum}, not {value!r}")
         if self.prefill and not (self.decode or self.instances):
             raise ValueError("decode: must be at least 1 with prefill, or instances must: no engine would decode")
+        if len(self.engines) * self.data_parallel > MAX_INSTANCES and self.data_parallel > 1:
+            raise ValueError(
+                f"data_parallel: {self.data_parallel} ranks of {len(self.engines)} engines are more than "
+                f"{MAX_INSTANCES} instances"
+            )
         if len(self.engines) > MAX_INSTANCES:
             raise ValueError(
                 f"instances: {len(self.engines)} with prefill and decode are more than {MAX_INSTANCES} engines"

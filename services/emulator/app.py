@@ -12,10 +12,12 @@ import signal
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from typing import Any, Protocol
 
+from predictor.config import EngineConfig
 from predictor.request import SERVE
 from predictor.suggestions import require_known
+from services.emulator.adapters import ServedAdapters
 from services.emulator.audio import TranscriptReply
 from services.emulator.driver import Driver
 from services.emulator.errors import DetailError, VllmError, bad_value, not_fetched, unavailable
@@ -23,7 +25,6 @@ from services.emulator.grammars import GrammarCompiler
 from services.emulator.jobs import Job
 from services.emulator.kv_transfers import Fetch
 from services.emulator.messages import MessagesReply
-from services.emulator.metrics import Exposition
 from services.emulator.openai import (
     CHAT,
     COMPLETION,
@@ -38,6 +39,7 @@ from services.emulator.openai import (
     request_from,
 )
 from services.emulator.other_apis import OtherApis
+from services.emulator.ranks import RankDrivers, at_rank
 from services.emulator.replies import CompletionReply, ReplyWriter
 from services.emulator.responses import ResponsesReply, ResponseStore
 from services.emulator.several import SeveralResponses
@@ -45,6 +47,7 @@ from services.emulator.side_channel import TransferError
 from services.emulator.transfer_params import RemoteBlocks
 from services.http.application import JSON, Application, Call, Endpoint, while_client_stays
 from services.http.client import Headers
+from services.http.data_parallel import rank_in
 from services.http.endpoints import errors_of
 from services.http.error_shape import ErrorShape
 from services.http.guarded_protocol import GuardedProtocol
@@ -53,8 +56,9 @@ from services.logs import log_event
 
 log = logging.getLogger(__name__)
 
-VERSION = "0.32.0+block.emulator"
+SURFACE = "0.32.0"  # the version of vLLM whose HTTP surface this is
 EVENTS: Headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
+TEXT: Headers = [(b"content-type", b"text/plain; charset=utf-8")]
 METRICS: Headers = [(b"content-type", b"text/plain; version=1.0.0")]
 CONNECTION = "block.connection"  # an ASGI extension
 LARGEST_FACTOR = 1e6
@@ -84,6 +88,11 @@ class Faults:
                 raise ValueError(f"{name}: must be true or false, not {getattr(self, name)!r}")
 
 
+def version_of(config: EngineConfig) -> str:
+    """Return the version that an emulated engine reports: that of its scheduler's rules."""
+    return f"{(config.vllm_version or SURFACE).partition('+')[0]}+block.emulator"
+
+
 FAULT_NAMES = tuple(spec.name for spec in fields(Faults))
 
 
@@ -93,6 +102,13 @@ def faults_from(data: Any) -> Faults:
         raise ValueError(f"fault: must be an object with some of {', '.join(FAULT_NAMES)}")
     require_known(data, FAULT_NAMES, "fault")
     return Faults(**data)
+
+
+class MetricsText(Protocol):
+    """Writes an engine's metrics."""
+
+    def text(self) -> bytes:
+        """Return the present values in Prometheus' text format."""
 
 
 class ConnectionProtocol(GuardedProtocol):
@@ -121,13 +137,14 @@ class Emulator(Application):
     error = VllmError
     name = "engine"
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - these are its parts
         self,
-        driver: Driver,
+        driver: Driver | RankDrivers,
         served: Served,
-        exposition: Exposition,
+        exposition: MetricsText,
         *,
         max_body_bytes: int,
+        adapters: ServedAdapters | None = None,
         grammars: GrammarCompiler | None = None,
     ) -> None:
         """Serve the engine of a driver."""
@@ -136,6 +153,7 @@ class Emulator(Application):
         self.driver = driver
         self.served = served
         self._exposition = exposition
+        self._adapters = adapters or ServedAdapters(served.model)
         self.max_body_bytes = max_body_bytes
         self._faults = Faults()
         self._created_s = int(time.time())
@@ -151,6 +169,14 @@ class Emulator(Application):
             "/version": {"GET": self._version},
             "/load": {"GET": self._load},
             "/metrics": {"GET": self._metrics},
+            **(
+                {
+                    "/v1/load_lora_adapter": {"POST": self._load_adapter},
+                    "/v1/unload_lora_adapter": {"POST": self._unload_adapter},
+                }
+                if self._adapters.is_enabled
+                else {}
+            ),
             "/admin/fault": {"GET": self._show_faults, "POST": self._set_faults},
         }
 
@@ -188,11 +214,19 @@ class Emulator(Application):
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in call.headers}
         try:
             request = request_from(kind, data, headers, call.request_id, self.served)
+            request = at_rank(request, self._rank_in(call))
             self.driver.require_room(request)
         except VllmError:
             self._free_remote(remote_blocks_in(data))
             raise
         await self.serve(call, request)
+
+    def _rank_in(self, call: Call) -> int | None:
+        """Read the data-parallel rank that a request names; the check is vLLM's."""
+        rank = rank_in(call.headers)
+        if rank is not None and not 0 <= rank < self.driver.num_ranks:
+            raise bad_value(f"data_parallel_rank {rank} is out of range [0, {self.driver.num_ranks}).")
+        return rank
 
     def require_serving(self) -> None:
         """Refuse a request while the fault `refuse` is set."""
@@ -293,20 +327,30 @@ class Emulator(Application):
             "id": self.served.model, "object": "model", "created": self._created_s, "owned_by": "vllm",
             "root": self.served.model, "parent": None, "max_model_len": self.served.max_model_len, "permission": [],
         }  # fmt: skip
-        await call.reply(200, JSON, _json({"object": "list", "data": [card]}))
+        cards = [card, *self._adapters.cards(self._created_s)]
+        await call.reply(200, JSON, _json({"object": "list", "data": cards}))
+
+    async def _load_adapter(self, call: Call) -> None:
+        name = self._adapters.load(await self.json_of(call))
+        self.driver.load_adapter(name)
+        await call.reply(200, TEXT, f"Success: LoRA adapter '{name}' added successfully.".encode())
+
+    async def _unload_adapter(self, call: Call) -> None:
+        name = self._adapters.unload(await self.json_of(call))
+        await call.reply(200, TEXT, f"Success: LoRA adapter '{name}' removed successfully.".encode())
 
     async def _health(self, call: Call) -> None:
         is_healthy = self.driver.failure is None and not self._faults.refuse
         await call.reply(200 if is_healthy else 503, [], b"")
 
     async def _version(self, call: Call) -> None:
-        await call.reply(200, JSON, _json({"version": VERSION}))
+        await call.reply(200, JSON, _json({"version": version_of(self.driver.engine.config)}))
 
     async def _load(self, call: Call) -> None:
         await call.reply(200, JSON, _json({"server_load": self.driver.num_jobs}))
 
     async def _metrics(self, call: Call) -> None:
-        await call.reply(200, METRICS, self._exposition.text(self.driver.gauges()))
+        await call.reply(200, METRICS, self._exposition.text())
 
     async def _show_faults(self, call: Call) -> None:
         _require_local(call)
@@ -319,7 +363,7 @@ class Emulator(Application):
         except ValueError as error:
             raise bad_value(str(error)) from None
         log_event(log, logging.WARNING, "faults set", **asdict(self._faults))
-        self.driver.pace.slow = self._faults.slow
+        self.driver.slow(self._faults.slow)
         self.driver.hang(hangs=self._faults.hang)
         await call.reply(200, JSON, _json(asdict(self._faults)))
         if self._faults.crash:

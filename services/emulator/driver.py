@@ -17,15 +17,18 @@ import numpy as np
 from predictor.engine import Engine
 from predictor.remote_kv import is_under_way
 from predictor.request import CLASSES, RequestFacts, Slo
-from predictor.state import FETCHING, FINISHED, HELD, LOST, NONE, STEP, TO_FETCH, WAITING
+from predictor.state import FETCHING, FINISHED, HELD, LOST, NONE, RUNNING, STEP, TO_FETCH, WAITING
 from services.emulator.clock import EngineClock, Pace
 from services.emulator.errors import VllmError, bad_value, busy, not_fetched
 from services.emulator.exporter import ContentHashes, EngineStateExporter
 from services.emulator.jobs import Job
+from services.emulator.kv_events import EmulatedKvEvents
 from services.emulator.kv_transfers import EmulatedConnector, Fetch
 from services.emulator.metrics import ABORTED, ERROR, EngineMetrics, Gauges
 from services.emulator.openai import CHAT, MESSAGE, ParsedRequest
+from services.emulator.speculation import DraftDraws
 from services.emulator.tokens import content_hashes
+from services.kv_events.publisher import KvEventPublisher
 from services.logs import log_event
 
 log = logging.getLogger(__name__)
@@ -44,7 +47,7 @@ RECORDED = itemgetter(
     )
 )  # fmt: skip
 
-Ended = tuple[float, ...]
+Launched = tuple[float, tuple[float, ...], tuple[int, int]]  # its end, its row for the state file, adapters loaded
 
 
 class Driver:
@@ -59,7 +62,9 @@ class Driver:
         *,
         max_num_queued_reqs: int,
         connector: EmulatedConnector | None = None,
+        draws: DraftDraws | None = None,
         exporter_with: Callable[[ContentHashes | None], EngineStateExporter] | None = None,
+        kv_publisher: KvEventPublisher | None = None,
     ) -> None:
         """Combine the parts; `run` starts the engine."""
         self.engine = engine
@@ -67,21 +72,30 @@ class Driver:
         self.pace = pace
         self.metrics = metrics
         self.connector = connector
+        self.draws = draws  # of an engine with speculative decoding
         self.failure: VllmError | None = None
         self._contents = ContentHashes(engine) if engine.state.engine[0].prefix_caching else None
         self._exporter = exporter_with(self._contents) if exporter_with else None
+        self.kv_publisher = kv_publisher
+        self._kv_events: EmulatedKvEvents | None = None
+        if kv_publisher is not None and self._contents is not None:
+            self._kv_events = EmulatedKvEvents(engine, self._contents, kv_publisher)
         self._max_jobs = max_num_queued_reqs
         self._jobs: dict[int, Job] = {}  # by slot
         self._ending: list[tuple[Job, str]] = []  # removed once no step under way contains them
         self._held: list[Job] = []  # finished prefills whose blocks are held
         self._serial = 0
         self._next_pace = pace.next()
-        self._under_way: deque[Ended] = deque()  # rows of the launched steps for the state file, with their ends
+        self._under_way: deque[Launched] = deque()
+        self._loads = (0, 0)  # of adapters so far, into host memory and into GPU slots
         self._wake_up: asyncio.Future[None] | None = None
+        self.woken: Callable[[], None] | None = None  # set by what runs this engine together with others
         self._bind_arrays()
         if connector is not None:
             connector.leases.on_extended, connector.leases.on_released = self._extend_lease, self._release_held
             connector.fetches.on_lost = lambda _: self._wake()
+
+    num_ranks = 1
 
     @property
     def num_jobs(self) -> int:
@@ -102,6 +116,8 @@ class Driver:
             num_preemptions=int(head["num_preemptions"][0]),
             lag_s=late_s,
             num_by_stage=tuple(np.bincount(self._rows["stage"][self._rows["status"] == WAITING], minlength=NUM_STAGES)),
+            running_adapters=self.adapters_of(RUNNING),
+            waiting_adapters=self.adapters_of(WAITING),
             num_held=0 if self.connector is None else len(self.connector.leases),
         )
 
@@ -138,8 +154,11 @@ class Driver:
         engine_id = f"{request.engine_name or usual}-{self._serial & 0xFFFFFFFF:08x}"
         hashes: tuple[int, ...] = ()
         if self._contents is not None:
-            hashes = content_hashes([*request.prompt, *request.answer.token_ids()], self.engine.config.block_size)
+            token_ids = [*request.prompt, *request.answer.token_ids()]
+            hashes = content_hashes(token_ids, self.engine.config.block_size, request.lora, request.images)
             self._contents.learn(hashes)
+            if self._kv_events is not None:
+                self._kv_events.learn(token_ids)
         added_s = self.clock.now_s()
         try:
             slot = self.engine.add(
@@ -154,6 +173,8 @@ class Driver:
                     prefix_hashes=hashes,
                     min_tokens=request.min_tokens or None,
                     leg=request.leg,
+                    adapter=request.adapter,
+                    encoder_inputs=request.images,
                     **self._service_facts(request.facts),
                 )
             )
@@ -182,6 +203,16 @@ class Driver:
             **{name: columns[name] for name in ("weight", "client_id", "session_id") if name in columns},
         }
 
+    def load_adapter(self, name: str) -> None:
+        """Bring an adapter into memory, as vLLM does when it is added; the time that this takes is not emulated."""
+        self.engine.load_adapter(name)
+        self._loads = int(self._head["num_adapter_loads"][0]), int(self._head["num_adapter_activations"][0])
+
+    def adapters_of(self, status: int) -> list[str]:
+        """Return the names of the adapters of requests that run, or wait, in alphabetical order."""
+        names = {job.request.adapter for slot, job in self._jobs.items() if self._rows["status"][slot] == status}
+        return sorted(names - {""})
+
     def abort(self, job: Job) -> None:
         """Abort a request; no effect on one that is over."""
         if job.is_over:
@@ -202,12 +233,16 @@ class Driver:
         """Run the engine until cancelled."""
         try:
             await self._run()
-        except Exception:
-            log.exception("engine failed")
-            self.failure = VllmError(500, "The engine has failed.")
-            for job in self._jobs.values():
-                job.failure = self.failure
-                job.changed.set()
+        except Exception as error:  # noqa: BLE001 - each request gets it
+            self.fail(error)
+
+    def fail(self, error: Exception) -> None:
+        """Fail all requests: the engine has failed."""
+        log.error("engine failed", exc_info=error)
+        self.failure = VllmError(500, "The engine has failed.")
+        for job in self._jobs.values():
+            job.failure = self.failure
+            job.changed.set()
 
     def close(self) -> None:
         """Remove the state file."""
@@ -243,59 +278,91 @@ class Driver:
 
     def _wake(self) -> None:
         """Update the engine now."""
-        if self._wake_up is not None and not self._wake_up.done():
+        if self.woken is not None:
+            self.woken()
+        elif self._wake_up is not None and not self._wake_up.done():
             self._wake_up.set_result(None)
 
     def _update(self) -> None:
         """Advance the engine to the present, hand out tokens, and publish the state."""
         if not self.clock.is_held:
-            self._skip_stopped_time()
+            if self._head["num_in_flight"][0]:
+                self.skip_stopped_time(self._end_of_oldest_s())
             self._advance(self.clock.now_s())
+        self.hand_out()
+
+    def hand_out(self) -> None:
+        """Hand out tokens, and publish the state."""
+        if not self.clock.is_held:
             self._deliver()
         if self.connector is not None:
             self._follow_transfers(self.connector)
         self._remove_ended()
-        if self._exporter is not None and not self.clock.is_held:
+        if self.clock.is_held:
+            return
+        if self._kv_events is not None:
+            self._kv_events.publish()
+        if self._exporter is not None:
+            if self.draws is not None:
+                self._exporter.drafted(self.draws.counts)
             self._exporter.publish()
 
-    def _skip_stopped_time(self) -> None:
-        """After a long stop, of the process for example, continue as if no time had passed."""
-        if self._head["num_in_flight"][0]:
-            due_s = self._end_of_oldest_s()
-            late_s = time.monotonic() - self.clock.wall_s(due_s)
-            if late_s > MAX_LAG_S:
-                log_event(log, logging.WARNING, "clock set back", late_s=late_s)
-                self.clock.set_back(due_s)
+    def skip_stopped_time(self, due_s: float) -> None:
+        """After a long stop, of the process for example, continue as if no time had passed since a step's end."""
+        late_s = time.monotonic() - self.clock.wall_s(due_s)
+        if late_s > MAX_LAG_S:
+            log_event(log, logging.WARNING, "clock set back", late_s=late_s)
+            self.clock.set_back(due_s)
 
     def _advance(self, now_s: float) -> None:
         """Run the engine one step at a time: each has its own pace and is recorded."""
         engine, head = self.engine, self._head
         while True:
             num_planned = int(head["num_steps"][0])
-            head["pace"] = self._next_pace
+            self.set_next_pace()
             head["steady"] = 0  # repeated steps would not be recorded
             engine.drive(engine.state, now_s, num_planned + 1, NONE)
             self._record_ended()
             if int(head["num_steps"][0]) == num_planned:
                 return
             self._note_launched(num_planned)
-            self._next_pace = self.pace.next()
             is_full = int(head["num_in_flight"][0]) == engine.config.pipeline_depth
             if is_full and self._end_of_oldest_s() > now_s:
                 return
 
+    def set_next_pace(self) -> None:
+        """Set the pace of the step that is planned next."""
+        self._head["pace"] = self._next_pace
+
+    def record(self, *, has_launched: bool) -> None:
+        """Record the steps that have ended, and the one that was just launched, if any."""
+        self._record_ended()
+        if has_launched:
+            self._note_launched(int(self._head["num_steps"][0]) - 1)
+
+    def slow(self, factor: float) -> None:
+        """Multiply the times of all steps."""
+        self.pace.slow = factor
+
     def _note_launched(self, number: int) -> None:
         index = (int(self._head["oldest"][0]) + int(self._head["num_in_flight"][0]) - 1) % 2
+        if self.draws is not None:
+            self.draws.draw(self.engine.state, index)
         start_s, end_s, *counts = RECORDED(self._steps[index].item())
-        self._under_way.append((end_s, number, start_s, end_s - start_s, *counts))
+        loads, activations = self._loads
+        self._loads = int(self._head["num_adapter_loads"][0]), int(self._head["num_adapter_activations"][0])
+        new = self._loads[0] - loads, self._loads[1] - activations
+        self._under_way.append((end_s, (number, start_s, end_s - start_s, *counts), new))
+        self._next_pace = self.pace.next()
 
     def _record_ended(self) -> None:
         now_s = float(self._head["now_s"][0])
         while self._under_way and self._under_way[0][0] <= now_s:
-            _, *row = self._under_way.popleft()
-            self.metrics.step(int(row[3]), int(row[4]))
+            _, row, loads = self._under_way.popleft()
+            # how many draft tokens are output is known when they are delivered
+            self.metrics.step(int(row[3]), int(row[4]) if self.draws is None else 0)
             if self._exporter is not None:
-                self._exporter.stepped(tuple(row))
+                self._exporter.stepped(row, loads)
 
     def _deliver(self) -> None:
         """Hand out the tokens that are ready since the last call."""
@@ -304,6 +371,8 @@ class Driver:
         if not len(changed):
             return
         now_s = float(self._head["now_s"][0])
+        if self.draws is not None:
+            self.metrics.generated(int((rows["output_tokens"][changed] - seen[changed]).sum()))
         for slot, num_ready in zip(changed.tolist(), rows["output_tokens"][changed].tolist(), strict=True):
             self._jobs[slot].set_ready(num_ready)
         first = changed[seen[changed] == 0]

@@ -18,6 +18,8 @@ from predictor.request import LEGS
 from predictor.state import FINISHED, HELD, LOST, MEMORY_SIZE, NONE, State
 from services.emulator.clock import EngineClock
 from services.emulator.jobs import Job
+from services.emulator.speculation import DraftCounts
+from services.engine_state import layout
 from services.engine_state.writer import Writer
 from services.logs import log_event
 
@@ -69,8 +71,9 @@ def forget_contents(engine: Engine) -> None:
 class Copies(NamedTuple):
     """The arrays that the state is copied to; without `blocks` contents are not exported."""
 
-    state: np.ndarray  # this and the next six are arrays of the file
+    state: np.ndarray  # this and the next seven are arrays of the file
     clients: np.ndarray
+    adapters: np.ndarray
     running: np.ndarray
     waiting: np.ndarray
     held: np.ndarray
@@ -94,6 +97,10 @@ def _copy(state: State, into: Copies, hash_of: np.ndarray) -> None:
     out.num_planned = head.num_steps
     out.num_preemptions = head.num_preemptions
     _copy_memory(state, into)
+    out.num_adapters = head.num_adapters
+    for place in range(head.num_adapters):
+        into.adapters[place].number = state.adapters[place].number
+        into.adapters[place].is_active = state.adapters[place].is_active
     for place in range(head.num_running):
         into.running[place] = state.running[place]
     for place in range(head.num_waiting):
@@ -165,6 +172,7 @@ def _copy_request(state: State, into: Copies, slot: int) -> None:
     live.num_preemptions = row.num_preemptions
     live.hit_tokens = row.hit_tokens
     live.prefill_tokens = row.prefill_tokens
+    live.draft_tokens = row.draft_tokens
     live.scheduled_s = row.scheduled_s
     live.first_token_s = row.first_token_s
     _copy_transfer(state, into, slot)
@@ -226,6 +234,7 @@ class EngineStateExporter:
             num_blocks=engine.num_blocks if contents else 0,
             blocks_per_request=-(-config.max_model_len // config.block_size) if contents else 0,
             num_clients=len(engine.state.clients),
+            num_adapters=len(engine.state.adapters),
         )
         self._hashes: dict[int, np.ndarray] = {}
         self._prefix = [0, 0]
@@ -259,6 +268,7 @@ class EngineStateExporter:
             leg=LEGS.index(request.leg),
             client_id=request.client_id,
             session_id=request.session_id,
+            adapter=request.adapter,
         )
         self._hashes[job.slot] = np.array(hashes, np.uint64)
 
@@ -267,15 +277,23 @@ class EngineStateExporter:
         self._prefix[0] += num_prompt_tokens
         self._prefix[1] += num_hit_tokens
 
+    def drafted(self, counts: DraftCounts) -> None:
+        """Set the counts of speculative decoding since the engine's start."""
+        if self._writer is not None:
+            into = self._writer.state
+            into["num_drafts"], into["num_draft_tokens"] = counts.num_drafts, counts.num_draft_tokens
+            into["num_draft_chances"] = counts.num_chances
+            into["num_accepted"][0, : len(counts.accepted)] = counts.accepted
+
     def fetched(self) -> None:
         """Count a fetch that has ended."""
         if self._writer is not None:
             self._writer.state["num_fetched"] += 1
 
-    def stepped(self, row: tuple[float, ...]) -> None:
+    def stepped(self, row: tuple[float, ...], loads: tuple[int, int]) -> None:
         """Add a completed step."""
         if self._writer is not None:
-            self._writer.add_step(row)
+            self._writer.add_step(row, loads)
 
     def ended(self, job: Job, outcome: Outcome, reason: str) -> None:
         """Add the outcome of a request."""
@@ -336,7 +354,8 @@ class EngineStateExporter:
             num_scheduled = int(steps["num_scheduled"][index])
             writer.state["num_scheduled"][0, place] = num_scheduled
             writer.state["start_s"][0, place] = steps["start_s"][index]
-            writer.batch[place, :num_scheduled] = batch[index, :num_scheduled]
+            for name in layout.SCHEDULED.names or ():
+                writer.batch[name][place, :num_scheduled] = batch[name][index, :num_scheduled]
 
     def _put_blocks(self, writer: Writer) -> None:
         """Write the new blocks of requests and their hashes."""
@@ -358,11 +377,22 @@ class EngineStateExporter:
         tables = np.full_like(self._engine.state.tables, NONE)
         num_slots = len(writer.live)
         new_hashes, new_blocks = np.full(num_slots, NONE), np.full(num_slots, NONE)
-        state, clients, live, blocks = (
-            array.view(np.recarray) for array in (writer.state, writer.clients, writer.live, writer.blocks)
+        state, clients, adapters, live, blocks = (
+            array.view(np.recarray)
+            for array in (writer.state, writer.clients, writer.adapters, writer.live, writer.blocks)
         )
         return Copies(
-            state, clients, writer.running, writer.waiting, writer.held, live, blocks, tables, new_hashes, new_blocks
+            state,
+            clients,
+            adapters,
+            writer.running,
+            writer.waiting,
+            writer.held,
+            live,
+            blocks,
+            tables,
+            new_hashes,
+            new_blocks,
         )
 
     def _guarded(self, act: Callable[[], None]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ from predictor.state import ARRIVED, FETCH_FAILED, FETCHED, FETCHING, LOST, TO_F
 from services.attainment import AttainmentTally, filled
 from services.bulk_histogram import BulkHistogram
 from services.emulator.kv_transfers import TransferCounts
+from services.emulator.speculation import DraftCounts
 
 # vLLM 0.32 v1/metrics/buckets.py
 LATENCY = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0,
@@ -86,6 +87,8 @@ class Gauges:
     lag_s: float
     num_by_stage: Sequence[int]  # waiting requests by the stage of their transfer, as `predictor.state` numbers them
     num_held: int  # finished prefills whose KV blocks are held
+    running_adapters: Sequence[str] = ()
+    waiting_adapters: Sequence[str] = ()
 
     def num_at(self, stages: Iterable[int]) -> int:
         """Return how many waiting requests are at one of these stages."""
@@ -135,6 +138,10 @@ class EngineMetrics:
         self.histograms["iteration_tokens_total"].observe(num_tokens)
         self.counts["generation_tokens"] += num_sampled
 
+    def generated(self, num_tokens: int) -> None:
+        """Count tokens of an engine with speculative decoding, which its steps do not count."""
+        self.counts["generation_tokens"] += num_tokens
+
     def ended(self, request: RequestFacts, outcome: Outcome, reason: str, max_tokens: int) -> None:
         """Count a request that has ended."""
         self.finished[reason] += 1
@@ -181,22 +188,33 @@ class EngineMetrics:
 class Exposition(Collector):
     """Writes an engine's metrics as vLLM does."""
 
-    def __init__(
-        self, metrics: EngineMetrics, config: EngineConfig, model: str, transfers: TransferCounts | None
+    def __init__(  # noqa: PLR0913 - what it writes
+        self,
+        metrics: EngineMetrics,
+        config: EngineConfig,
+        model: str,
+        transfers: TransferCounts | None,
+        drafts: DraftCounts | None = None,
+        *,
+        gauges: Callable[[], Gauges],
+        rank: int = 0,
     ) -> None:
-        """Label everything with the model; `transfers` are those of an engine with a KV connector."""
+        """Label everything with the model and the rank.
+
+        `transfers` are those of an engine with a KV connector, `drafts` those of one with speculative decoding.
+        """
         self._metrics = metrics
         self._config = config
         self._transfers = transfers
-        self._labels = {"engine": "0", "model_name": model}
+        self._drafts = drafts
+        self._labels = {"engine": str(rank), "model_name": model}
         self._started_s = time.time()
-        self._gauges: Gauges | None = None
+        self._gauges = gauges
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
 
-    def text(self, gauges: Gauges) -> bytes:
+    def text(self) -> bytes:
         """Return the present values in Prometheus' text format."""
-        self._gauges = gauges
         return generate_latest(self._registry)
 
     def describe(self) -> list[Metric]:
@@ -205,9 +223,7 @@ class Exposition(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics."""
-        gauges, metrics = self._gauges, self._metrics
-        if gauges is None:
-            return
+        gauges, metrics = self._gauges(), self._metrics
         yield self._gauge("num_requests_running", "Number of requests in model execution batches.", gauges.num_running)
         waiting = "Number of requests waiting to be processed."
         yield self._gauge("num_requests_waiting", waiting, gauges.num_waiting)
@@ -216,6 +232,8 @@ class Exposition(Collector):
         yield self._gauge("kv_cache_usage_perc", usage, gauges.kv_cache_usage)
         yield self._gauge("engine_sleep_state", "Engine sleep state; awake = 1.", 1, sleep_state="awake")
         yield self._cache_config()
+        if self._config.max_loras:
+            yield self._adapters(gauges)
         preemptions = "Cumulative number of preemption from the engine."
         yield self._counter("num_preemptions", preemptions, {None: gauges.num_preemptions})
         for name, help_text in COUNTERS.items():
@@ -228,11 +246,25 @@ class Exposition(Collector):
             yield self._histogram(name, help_text)
         if self._transfers is not None:
             yield from self._transfer_families(gauges, self._transfers)
+        if self._drafts is not None:
+            yield from self._draft_families(self._drafts)
         lag = GaugeMetricFamily(
             "block_emulator_lag_seconds", "How late the emulator is with the engine's last step.", value=gauges.lag_s
         )
         yield lag
         yield from attainment_families(metrics.attainment)
+
+    def _adapters(self, gauges: Gauges) -> Metric:
+        """Return the adapters in labels, with the time as the value, as vLLM does."""
+        labels = {
+            "max_lora": str(self._config.max_loras),
+            "waiting_lora_adapters": ",".join(gauges.waiting_adapters),
+            "running_lora_adapters": ",".join(gauges.running_adapters),
+        }
+        help_text = "Running stats on lora requests."
+        family = GaugeMetricFamily("vllm:lora_requests_info", help_text, labels=tuple(labels))
+        family.add_metric(tuple(labels.values()), time.time())
+        return family
 
     def _by_reason(self, gauges: Gauges) -> Metric:
         labels = (*self._labels, "reason")
@@ -265,6 +297,16 @@ class Exposition(Collector):
             value=gauges.num_held,
         )  # fmt: skip
 
+    def _draft_families(self, drafts: DraftCounts) -> Iterator[Metric]:
+        yield self._counter("spec_decode_num_drafts", "Number of spec decoding drafts.", {None: drafts.num_drafts})
+        tokens = "Number of draft tokens."
+        yield self._counter("spec_decode_num_draft_tokens", tokens, {None: drafts.num_draft_tokens})
+        accepted = "Number of accepted tokens."
+        yield self._counter("spec_decode_num_accepted_tokens", accepted, {None: sum(drafts.accepted)})
+        by_position = "Accepted tokens per draft position."
+        counts = {str(position): count for position, count in enumerate(drafts.accepted)}
+        yield self._counter("spec_decode_num_accepted_tokens_per_pos", by_position, counts, by="position")
+
     def _histogram(self, name: str, help_text: str) -> Metric:
         family = HistogramMetricFamily(f"vllm:{name}", help_text, labels=tuple(self._labels))
         family.add_metric(tuple(self._labels.values()), *self._metrics.histograms[name].buckets())
@@ -276,7 +318,7 @@ class Exposition(Collector):
             "block_size": config.block_size,
             "cache_dtype": "auto",
             "enable_prefix_caching": config.enable_prefix_caching,
-            "engine": "0",
+            "engine": self._labels["engine"],
             "num_gpu_blocks": config.num_gpu_blocks,
         }
         help_text = "Information of the LLMEngine CacheConfig"

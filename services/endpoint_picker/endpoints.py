@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 from protos.block.v1 import common_pb2
 from scheduler.instances import PREFILL_ROLE, InstanceStatus
 from services.http.client import origin_of
+from services.http.data_parallel import rank_of
 from services.instances import FromFile, Instance, Instances, InstanceSource, Listed
 from services.placement.instance_registry import InstanceRegistry
 
@@ -40,7 +41,7 @@ class EndpointTable:
         self._registry = registry
         self._seen: dict[str, InstanceStatus] | None = None
         self._by_instance: dict[str, str] = {}
-        self._by_endpoint: dict[str, str] = {}
+        self._by_endpoint: dict[str, dict[int | None, str]] = {}  # its instances by data-parallel rank
         self._by_address: dict[str, list[str]] = {}  # endpoints
 
     def __len__(self) -> int:
@@ -54,15 +55,18 @@ class EndpointTable:
         self._seen = self._registry.directory.by_id
         instances = [handle.instance for handle in self._registry.handles()]
         self._by_instance = {one.instance_id: endpoint_of(one.engine_url) for one in instances}
-        self._by_endpoint = {endpoint: name for name, endpoint in self._by_instance.items()}
+        self._by_endpoint = {}
+        for one in instances:
+            ranks = self._by_endpoint.setdefault(self._by_instance[one.instance_id], {})
+            ranks[one.data_parallel_rank] = one.instance_id
         self._by_address = {}
         for endpoint in self._by_endpoint:
             self._by_address.setdefault(address_of(endpoint), []).append(endpoint)
 
-    def instance_at(self, endpoint: str) -> str | None:
-        """Return the instance at an endpoint."""
+    def instance_at(self, endpoint: str, rank: int | None = None) -> str | None:
+        """Return the instance at an endpoint; where that serves several data-parallel ranks, the one of a rank."""
         self._follow()
-        return self._by_endpoint.get(endpoint)
+        return self._by_endpoint.get(endpoint, {}).get(rank)
 
     def named(self, entries: Iterable[str]) -> list[str]:
         """Return the known endpoints among some entries, in their order; an address stands for all its ports."""
@@ -79,8 +83,12 @@ class EndpointTable:
         return frozenset(name for name, endpoint in self._by_instance.items() if endpoint not in allowed)
 
     def serving(self, decision: common_pb2.Decision) -> list[str]:
-        """Return the endpoints that may serve a request, best first."""
-        others = (one for one in decision.next_best if one.role != PREFILL_ROLE)
+        """Return the endpoints that may serve a request, best first.
+
+        The request names one data-parallel rank, so only endpoints where that rank may serve it are among them.
+        """
+        rank = rank_of(decision.instance)
+        others = (one for one in decision.next_best if one.role != PREFILL_ROLE and rank_of(one) == rank)
         return list(dict.fromkeys(self.endpoint_of(one) for one in (decision.instance, *others)))
 
     def endpoint_of(self, instance: common_pb2.Instance) -> str:

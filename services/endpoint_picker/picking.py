@@ -24,6 +24,7 @@ from services.endpoint_picker.settings import PickerSettings
 from services.explanations import decision_headers
 from services.http.application import REQUEST_ID
 from services.http.client import Headers
+from services.http.data_parallel import rank_of, with_rank
 from services.http.endpoints import ENDPOINTS, PREFILL_ONLY, UNPLACED, EngineEndpoint
 from services.http.errors import ApiError
 from services.http.openai_body import OpenAIRequest, names_kv_blocks
@@ -301,7 +302,9 @@ class Picker:
         pick = Pick(
             endpoints=self.endpoints.serving(decision),
             request_id=request_id,
-            set_headers=[*self._id_header(request, request_id), *spans.chosen(decision)],
+            set_headers=with_rank(
+                [*self._id_header(request, request_id), *spans.chosen(decision)], rank_of(decision.instance)
+            ),
             response_headers=[
                 (b"x-block-instance", decision.instance.instance_id.encode("ascii", "replace")),
                 (b"x-block-policy", decision.policy.encode("ascii", "replace")),

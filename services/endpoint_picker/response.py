@@ -9,6 +9,7 @@ from protos.block.v1 import common_pb2
 from services.endpoint_picker.endpoints import EndpointTable
 from services.endpoint_picker.metrics import PickerMetrics
 from services.endpoint_picker.pick_spans import PickSpans
+from services.http.data_parallel import rank_of
 from services.http.openai_body import OpenAIRequest
 from services.http.prompt_tokens import PromptSizes
 from services.http.proxying import OK, RETRIED
@@ -68,7 +69,7 @@ class ResponseReader:
         chosen = self.decision.instance
         if not served or served == self.endpoints.endpoint_of(chosen):
             return
-        self._instance_id = self.endpoints.instance_at(served)
+        self._instance_id = self.endpoints.instance_at(served, rank_of(chosen))
         self.metrics.served_elsewhere.labels("retried" if self._instance_id else "unknown").inc()
         self.spans.served_by(self._instance_id)
         self.driver.ended(self._outcome(chosen.instance_id, NOTHING, FAILED))

@@ -1,8 +1,9 @@
-"""Ids of requests and blocks in state files."""
+"""Ids of requests and blocks in state files, and the names of the files of data-parallel ranks."""
 
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import NamedTuple
 
 # vLLM 0.32: `cmpl-ID-0-1a2b3c4d` for the first prompt of a completion, `chatcmpl-ID-1a2b3c4d` for a chat. ID is the
@@ -42,6 +43,12 @@ def parts_of(engine_id: str) -> EngineRequestId:
 def client_id(engine_id: str) -> str:
     """Return the X-Request-Id in an engine's request id; an id of another form is returned unchanged."""
     return parts_of(engine_id).client_id
+
+
+def rank_file(path: str, rank: int) -> str:
+    """Return the state file of a data-parallel rank, beside that of rank 0: vllm.state, vllm-dp1.state."""
+    first = Path(path)
+    return str(first.with_name(f"{first.stem}-dp{rank}{first.suffix}")) if rank else path
 
 
 def short_hash(digest: bytes) -> int:

@@ -121,7 +121,6 @@ class Gateway(Application):
 
     async def _serve_kept(self, response_id: str, call: Call) -> None:
         """Serve a request for a response that an instance keeps."""
-        self.require_open()
         kept = self._context.kept.find(response_id, holder_of(call).tenant)
         if kept is None:
             raise ApiError(404, f"response {response_id!r} is not known here")
@@ -133,7 +132,6 @@ class Gateway(Application):
     async def _serve_announced(self, call: Call) -> None:
         """Serve a path that some instances announce."""
         path = call.scope["path"]
-        self.require_open()
         others = await self._context.announced.others(path)
         if others is None:
             raise self.not_found(path)
@@ -142,7 +140,6 @@ class Gateway(Application):
     async def _serve(self, endpoint: EngineEndpoint, call: Call, excluded: Sequence[str] = ()) -> None:
         """Read a request, place it, and forward it."""
         context = self._context
-        self.require_open()
         holder = holder_of(call)
         with ExitStack() as stack:
             stack.enter_context(self.admitted())
@@ -248,7 +245,6 @@ class Gateway(Application):
         raise ApiError(400, "realtime sessions over WebSocket are not served; use /v1/responses or /v1/audio")
 
     async def _list_models(self, call: Call) -> None:
-        self.require_open()
         holder = holder_of(call)
         models = [model for model in await self._context.models.listed() if holder.may_use(model["id"])]
         await call.reply(200, JSON, json.dumps({"object": "list", "data": models}).encode())

@@ -10,6 +10,7 @@ from protos.block.v1 import common_pb2
 from scheduler.circuit import CircuitState
 from scheduler.instances import PREFILL_ROLE
 from services.http.client import Origin, origin_of
+from services.http.data_parallel import rank_of
 
 LAST_RESORT = "last_resort_round_robin"
 NEXT_BEST = "next_best"
@@ -26,6 +27,7 @@ class Destination:
     policy: str
     decision: common_pb2.Decision | None = None  # that reserved there, if any
     prefill: Destination | None = None  # the instance of the prefill leg, where the request is disaggregated
+    rank: int | None = None  # the data-parallel rank, of an engine that serves several at its URL
 
 
 def destination_of(decision: common_pb2.Decision) -> Destination:
@@ -45,6 +47,7 @@ def _destination(
         policy=decision.policy,
         decision=decision,
         prefill=prefill,
+        rank=rank_of(instance),
     )
 
 
@@ -54,7 +57,12 @@ def unreserved_destinations(instances: Iterable[common_pb2.Instance], policy: st
         if instance.role == PREFILL_ROLE:
             continue
         with suppress(ValueError):
-            yield Destination(instance_id=instance.instance_id, origin=origin_of(instance.engine_url), policy=policy)
+            yield Destination(
+                instance_id=instance.instance_id,
+                origin=origin_of(instance.engine_url),
+                policy=policy,
+                rank=rank_of(instance),
+            )
 
 
 class Fallback:
@@ -67,7 +75,7 @@ class Fallback:
         """Start with the URLs of engines."""
         self._urls = [url.rstrip("/") for url in urls]
         self._clock = clock
-        self._named: dict[str, tuple[common_pb2.Instance, float]] = {}
+        self._named: dict[tuple[str, int | None], tuple[common_pb2.Instance, float]] = {}  # by URL and rank
         self._latest_s = 0.0
         self._turn = -1
 
@@ -78,7 +86,8 @@ class Fallback:
     @property
     def urls(self) -> list[str]:
         """The engines whose instances no decision has named."""
-        return [url for url in self._urls if url not in self._named]
+        named = {url for url, _ in self._named}
+        return [url for url in self._urls if url not in named]
 
     def note(self, decision: common_pb2.Decision) -> None:
         """Keep the instances that a decision names."""
@@ -87,13 +96,23 @@ class Fallback:
         if decision.HasField("prefill"):
             instances.append(decision.prefill.instance)
         for instance in instances:
-            self._named[instance.engine_url.rstrip("/")] = (instance, now_s)
+            self._named[instance.engine_url.rstrip("/"), rank_of(instance)] = (instance, now_s)
 
     def named(self) -> list[common_pb2.Instance]:
         """Return the instances that decisions named recently, as of the last decision."""
         since_s = self._latest_s - NAMED_S
-        self._named = {url: named for url, named in self._named.items() if named[1] >= since_s}
+        self._named = {place: named for place, named in self._named.items() if named[1] >= since_s}
         return [instance for instance, _ in self._named.values()]
+
+    def ranks_beside(self, destination: Destination) -> list[str]:
+        """Return the other data-parallel ranks of an engine, which cannot be reached either where it cannot."""
+        if destination.rank is None:
+            return []
+        return [
+            one.instance_id
+            for one in self.named()
+            if one.instance_id != destination.instance_id and origin_of(one.engine_url) == destination.origin
+        ]
 
     def next(self, model: str, excluded: Collection[str], avoided: Collection[str]) -> Destination | None:
         """Return the next one: preferably one that has not failed recently, never an excluded one."""

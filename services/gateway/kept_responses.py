@@ -21,6 +21,7 @@ class KeptResponse:
     instance_id: str
     origin: Origin
     owner: str
+    rank: int | None = None  # the data-parallel rank that computed it
 
 
 class KeptResponses:
@@ -48,7 +49,7 @@ class KeptResponses:
         if len(self._kept) >= self._max_kept:
             del self._kept[next(iter(self._kept))]
         self._kept[response_id] = KeptResponse(
-            instance_id=destination.instance_id, origin=destination.origin, owner=owner
+            instance_id=destination.instance_id, origin=destination.origin, owner=owner, rank=destination.rank
         )
 
     def find(self, response_id: str, owner: str) -> KeptResponse | None:

@@ -141,7 +141,7 @@ class Placing:
                 return found
             await self.give_back(found)
         self.shared.metrics.last_resort.labels(KEPT).inc()
-        return Destination(instance_id=kept.instance_id, origin=kept.origin, policy=LAST_RESORT)
+        return Destination(instance_id=kept.instance_id, origin=kept.origin, policy=LAST_RESORT, rank=kept.rank)
 
     async def _decided_avoiding(self, avoided: list[str], parent: TraceParent | None) -> Destination:
         """Get a decision without the instances that failed recently; if none is left, with them."""

@@ -18,8 +18,9 @@ from services.gateway.placing import Placing
 from services.gateway.stream_relay import BUDGET, LIMIT, NO_INSTANCE, PLANNED, StreamRelay
 from services.gateway.upstream_attempt import LeftError, RemovedError, UpstreamAttempt
 from services.http.application import Call
-from services.http.client import Headers
+from services.http.client import ConnectError, Headers
 from services.http.continued_request import EarlierPart
+from services.http.data_parallel import with_rank
 from services.http.engine_deaths import EngineDeaths
 from services.http.errors import ApiError, ShedError
 from services.http.kv_transfer import KV_CONNECTORS
@@ -144,8 +145,8 @@ class RequestForwarder:
                 context.migrations.give_back()
                 why = NO_INSTANCE
         if why:
-            assert attempt.stay is not None
-            context.requests.stays(attempt.stay, why)
+            assert attempt.tracked is not None
+            context.requests.cannot_move(attempt.tracked, why)
         return not why
 
     async def _destination(self) -> Destination:
@@ -209,7 +210,7 @@ class RequestForwarder:
                 context.engines,
                 destination.origin,
                 target=incoming.target,
-                headers=incoming.spans.headers_below(span, incoming.headers),
+                headers=with_rank(incoming.spans.headers_below(span, incoming.headers), destination.rank),
                 body=incoming.body_for(destination.decision),
                 connector=KV_CONNECTORS[context.settings.kv_connector],
                 within_s=context.settings.first_byte_s,
@@ -217,6 +218,7 @@ class RequestForwarder:
             )
         except (ConnectionError, TimeoutError) as error:
             context.failed_lately.failed(instance_id)
+            self._exclude_ranks(destination, error)
             await self._give_up(attempt, instance_id, str(error))
             raise EngineFailedError(f"prefill {type(error).__name__}", engine_error(error)) from None
         finally:
@@ -256,6 +258,7 @@ class RequestForwarder:
             raise EngineFailedError("removed", ApiError(503, REMOVED)) from None
         except (ConnectionError, TimeoutError) as error:
             self.context.failed_lately.failed(instance_id)
+            self._exclude_ranks(attempt.destination, error)
             self.deaths.failed(instance_id, error, attempt.sent_s)
             if held is not None and not held.usable_after(error):
                 self._held = None
@@ -265,6 +268,13 @@ class RequestForwarder:
             found, self._found = self._found, None
             await self.placing.give_back(found)
         await self._check(attempt)
+
+    def _exclude_ranks(self, destination: Destination, error: Exception) -> None:
+        """Exclude all ranks of an engine that cannot be reached: they share its URL."""
+        if isinstance(error, ConnectError):
+            for name in self.context.last_resort.ranks_beside(destination):
+                self.context.failed_lately.failed(name)
+                self.placing.exclude(name)
 
     async def _check(self, attempt: UpstreamAttempt) -> None:
         """Raise EngineFailedError for a response that another engine may not give."""

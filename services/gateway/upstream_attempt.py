@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from protos.block.v1 import common_pb2
-from services.draining_requests import REMOVED, Stay
+from services.draining_requests import REMOVED, TrackedRequest
 from services.gateway.attainment import StreamAttainment
 from services.gateway.context import GatewayContext
 from services.gateway.destinations import LAST_RESORT, Destination
@@ -17,6 +17,7 @@ from services.gateway.incoming import Incoming
 from services.gateway.metrics import ModelMetrics
 from services.http.client import ConnectError, Connection, Headers, request_head
 from services.http.continued_request import EarlierPart
+from services.http.data_parallel import with_rank
 from services.http.endpoints import UNPLACED
 from services.http.kv_transfer import decode_body, with_cached_tokens
 from services.http.prefill_leg import HeldBlocks, PrefillReply
@@ -61,7 +62,7 @@ class UpstreamAttempt:
     is_stream: bool = False
     hand_over_s: float | None = None
     migration: str = ""  # why another engine continues the answer, or none does
-    stay: Stay | None = None  # at the instance, from sending to the end
+    tracked: TrackedRequest | None = None  # at the instance, from sending to the end
     sent_s: float | None = None
     is_forced: bool = False  # its instance is removed, and the request could not leave in time
 
@@ -122,10 +123,14 @@ class UpstreamAttempt:
             policy=self.destination.policy,
         )
         head = request_head(
-            b"POST", origin, incoming.target, incoming.spans.headers_below(self._span, incoming.headers), len(body)
+            b"POST",
+            origin,
+            incoming.target,
+            with_rank(incoming.spans.headers_below(self._span, incoming.headers), self.destination.rank),
+            len(body),
         )
         self._is_sent, self.sent_s = True, time.monotonic()
-        self.stay = self.context.requests.enter(self.destination.instance_id, self._leave, self._force)
+        self.tracked = self.context.requests.enter(self.destination.instance_id, self._leave, self._force)
         try:
             connection = await self.context.engines.send(origin, head, body, timeout_s)
         except ConnectError:
@@ -281,8 +286,8 @@ class UpstreamAttempt:
         if self._is_finished:
             return None
         self._is_finished = True
-        if self.stay is not None:
-            self.stay.end()
+        if self.tracked is not None:
+            self.tracked.end()
         if self._connection is not None:
             self._connection.release()
         self._ended = ending = self._ending()

@@ -227,13 +227,15 @@ class Application:
         return self.error(405, f"{path} takes {', '.join(allowed)}, not {method[:20]}", allowed=allowed)
 
     def require_open(self) -> None:
-        """Refuse a call while the server drains."""
+        """Refuse a call while the server drains: for readiness alone, as calls that still arrive are served."""
         if self.draining:
             raise self.error(503, self._shutting_down())
 
     @contextmanager
     def admitted(self) -> Iterator[None]:
-        """Count a call as under way, where the limit allows it."""
+        """Count a call as under way, where the limit allows it, and the time to drain is not over."""
+        if self._is_cut_off:
+            raise self.error(503, self._shutting_down())
         if self._max_concurrency is not None and len(self._admitted) >= self._max_concurrency:
             raise self.error(429, f"{len(self._admitted)} requests are under way, which is the limit; retry later")
         task = cast("asyncio.Task[Any]", asyncio.current_task())

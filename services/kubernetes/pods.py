@@ -22,6 +22,7 @@ OWN = "block-serving/"  # prefix of our labels and annotations
 TIER_LABEL = f"{OWN}tier"
 SIDECAR, MODELS = f"{OWN}sidecar", f"{OWN}models"
 DRAIN_S = f"{OWN}drain-s"
+DATA_PARALLEL, MAX_RANKS = f"{OWN}data-parallel-size", 256  # ranks behind one port
 BEFORE_END_S = 20.0  # of a pod that is being deleted, at which requests leave it
 TIER_TPOT_MS, TIER_CLOSED = f"{OWN}tier-tpot-ms", f"{OWN}tier-closed"
 OBJECTIVE_NUMBERS = ("ttft-slo-s", "tpot-slo-s", "weight")
@@ -115,9 +116,11 @@ def instances_of(pod: Pod, ports: Sequence[int], sidecar_port: int) -> tuple[Ins
     active = _active_ports(pod.annotations, ports)
     host = f"[{pod.address}]" if ":" in pod.address else pod.address
     tpot_ms = pod.annotations.get(TIER_TPOT_MS, "")
+    num_ranks = _num_ranks(pod.annotations, ports)
+    places = [(port, rank) for port in ports for rank in range(num_ranks)]
     return tuple(
         Instance(
-            instance_id=pod.name if len(ports) == 1 else f"{pod.name}-rank-{rank}",
+            instance_id=pod.name if len(places) == 1 else f"{pod.name}-rank-{place}",
             engine_url=f"{engine_access().engine_scheme}://{host}:{port}",
             sidecar_address=_sidecar_address(pod.annotations.get(SIDECAR, ""), host, sidecar_port),
             models=tuple(name.strip() for name in pod.annotations.get(MODELS, "").split(",") if name.strip()),
@@ -127,10 +130,21 @@ def instances_of(pod: Pod, ports: Sequence[int], sidecar_port: int) -> tuple[Ins
             tier_closed=pod.annotations.get(TIER_CLOSED, "") == "true",
             state=DRAINING if pod.is_deleted else READY,
             drain=_drain_of(pod) if pod.is_deleted else None,
+            data_parallel_rank=rank if num_ranks > 1 else None,
         )
-        for rank, port in enumerate(ports)
+        for place, (port, rank) in enumerate(places)
         if port in active
     )
+
+
+def _num_ranks(annotations: Mapping[str, str], ports: Sequence[int]) -> int:
+    """Return how many data-parallel ranks each port serves; where each rank has a port of its own, that is one."""
+    text = annotations.get(DATA_PARALLEL, "1")
+    if not (text.isascii() and text.isdigit() and 1 <= int(text) <= MAX_RANKS):
+        raise ValueError(f"annotation {DATA_PARALLEL}: must be a whole number from 1 to {MAX_RANKS}, not {text!r}")
+    if int(text) > 1 and len(ports) > 1:
+        raise ValueError(f"annotation {DATA_PARALLEL}: goes with one port, and the pool has {len(ports)}")
+    return int(text)
 
 
 def _drain_of(pod: Pod) -> Drain:

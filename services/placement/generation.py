@@ -14,10 +14,11 @@ from prometheus_client import Counter
 from protos.block.v1 import common_pb2, scheduler_pb2
 from scheduler.instances import OverloadedError
 from scheduler.placement import Placement
-from services.draining_requests import REMOVED, Stay
-from services.http.client import Connection, HttpClient, origin_of
+from services.draining_requests import REMOVED, TrackedRequest
+from services.http.client import ConnectError, Connection, HttpClient, origin_of
 from services.http.continuable import IDS_FIELD
 from services.http.continued_request import BY_TOKEN_IDS, OFF, EarlierPart, continued_request
+from services.http.data_parallel import rank_of, with_rank
 from services.http.engine_deaths import POISON, EngineDeaths
 from services.http.kv_transfer import KV_CONNECTORS
 from services.http.openai_body import OpenAIRequest
@@ -85,7 +86,7 @@ class Generation:
     _hides_ids: bool = False  # engines return token ids that the client did not ask for
     _earlier: EarlierPart | None = None  # from engines that failed
     _num_migrations: int = 0
-    _stay: Stay | None = None  # at the instance that answers now
+    _tracked: TrackedRequest | None = None  # at the instance that answers now
     _leaves: bool = False  # the instance drains, and the stream has been asked to leave it
     _is_forced: bool = False  # the instance is removed
     _connection: Connection | None = None  # to the engine that answers now
@@ -219,8 +220,8 @@ class Generation:
                 self.migrations.give_back()
                 raise NotContinuableError(NO_INSTANCE) from None
         except NotContinuableError as why:
-            if self._stay is not None:
-                self.driver.requests.stays(self._stay, str(why))
+            if self._tracked is not None:
+                self.driver.requests.cannot_move(self._tracked, str(why))
             return False
         tracker.migration, tracker.is_continued = PLANNED, True
         self._record_move(whole)
@@ -351,7 +352,16 @@ class Generation:
             if held is not None and not held.usable_after(error):
                 self._held = None
         self._excluded |= {failed_id}
+        if isinstance(error, ConnectError):
+            self._excluded |= self._ranks_beside(decision.instance)
         return failed_id
+
+    def _ranks_beside(self, instance: common_pb2.Instance) -> set[str]:
+        """Return the data-parallel ranks of an engine, which cannot be reached either where one cannot."""
+        if rank_of(instance) is None:
+            return set()
+        handles = self.driver.registry.handles()
+        return {one.name for one in handles if one.instance.engine_url == instance.engine_url}
 
     # Sending.
 
@@ -368,7 +378,7 @@ class Generation:
         settings = self.driver.settings
         self._leaves = self._is_forced = False
         self._connection = None
-        self._stay = stay = self.driver.requests.enter(
+        self._tracked = tracked = self.driver.requests.enter(
             decision.instance.instance_id, self._leave if held is None else None, self._force
         )
         leg = self.spans.leg(SERVE if held is None else DECODE, decision.instance, decision.policy)
@@ -405,7 +415,7 @@ class Generation:
                         raise
                     yield scheduler_pb2.Chunk(finish_reason=CUT)
             finally:
-                stay.end()
+                tracked.end()
             tracker.require_end()
 
     def _has_all_of(self, tracker: GenerationTracker) -> bool:
@@ -451,7 +461,7 @@ class Generation:
                 self.client,
                 origin_of(handle.instance.engine_url),
                 target=self._to_send.path,
-                headers=self.spans.traced(self._to_send, span).headers(),
+                headers=with_rank(self.spans.traced(self._to_send, span).headers(), handle.instance.data_parallel_rank),
                 body=self._to_send.body_for(handle.instance.models),
                 connector=KV_CONNECTORS[settings.kv_connector],
                 within_s=settings.first_token_s,

@@ -12,6 +12,7 @@ from urllib.parse import parse_qs, unquote
 from scheduler.candidate import CandidateStatus
 from services.http.application import JSON, Application, Call, Endpoint
 from services.http.errors import ApiError
+from services.http.json_body import JsonError, request_json
 from services.instances import DRAINING, table_of
 from services.placement.driver import PlacementDriver
 from services.registered_instances import NEW, ConflictError, KnownInstance
@@ -116,8 +117,10 @@ class InstancePages:
         if not body.strip() and empty is not None:
             return empty
         try:
-            return json.loads(body, parse_constant=_refuse_constant)
-        except (ValueError, RecursionError) as error:
+            return request_json(body)
+        except JsonError as error:
+            raise ApiError.of(error) from None
+        except ValueError as error:
             raise ApiError(400, f"body: is not JSON: {error}") from None
 
     def _known(self, instance_id: str) -> KnownInstance:
@@ -172,7 +175,3 @@ def _raw_path(call: Call) -> str:
     """Return the path as it was sent, so that an escaped / is no separator."""
     raw: bytes = call.scope.get("raw_path") or call.scope["path"].encode()
     return raw.decode("latin-1").partition("?")[0]
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON number")

@@ -30,11 +30,13 @@ from services.security.own_key import PartKeyFile
 from services.settings import Nested, Option
 
 MAX_RESERVATION_S = 600.0
+BY_BLOCK, BY_ENGINE = "block", "engine"  # who chooses among the data-parallel ranks of an engine
 MAX_RECORD_MIB = 2.0**20
 MINIMA = {
     "max_conflicts": 0,
     "max_held": 0,
     "max_deciding": 1,
+    "max_explained": 1,
     "max_responses": 1,
     "failures_to_open": 1,
     "attempts": 1,
@@ -101,6 +103,15 @@ class SchedulerSettings:
         "What happens to a request when no instance with role prefill, or none that decodes, can take it: whole serves "
         "it as a whole on the instances that are left, refuse answers 503.",
     ] = SERVE_WHOLE
+    data_parallel_balancing: Annotated[
+        str,
+        Option(
+            "Who chooses among the data-parallel ranks of an engine that serves several at one URL: block names the "
+            "chosen rank in each request; engine leaves requests to the engine's own balancing, and follows them to "
+            "the rank that shows them.",
+            choices=(BY_BLOCK, BY_ENGINE),
+        ),
+    ] = "block"
     hand_over_s: Annotated[
         float,
         Option(
@@ -150,6 +161,9 @@ class SchedulerSettings:
         int, "Maximum number of responses of one request, its prompts times n; more are refused with status 400."
     ] = 1024
     max_deciding: Annotated[int, "Maximum number of forecast fan-outs in progress; further requests wait."] = 8
+    max_explained: Annotated[
+        int, "Number of the last decisions that can be explained; each takes about 1 KiB per candidate."
+    ] = 4096
     failures_to_open: int = 2  # consecutive failures of a component that open its circuit
     first_pause_s: float = 0.25  # how long a circuit stays open at first
     longest_pause_s: float = 8.0
@@ -181,6 +195,9 @@ class SchedulerSettings:
     chat_template: ChatTemplateFile = ""
     block_tokens: BlockTokens = 16
     hash_seed: HashSeed = SEED
+    kv_events_insecure: Annotated[
+        bool, "Follow the KV events of engines on other machines, which contain prompts, in plain text."
+    ] = False
     continue_streams: ContinueStreams = BY_TOKEN_IDS
     max_migrations: MaxMigrations = 2
     migration_ratio: MigrationRatio = 0.2
@@ -200,6 +217,10 @@ class SchedulerSettings:
         require_continue_streams(self.continue_streams, self.max_migrations, self.migration_ratio)
         if self.reservation_s > MAX_RESERVATION_S:
             raise ValueError(f"reservation_s: must be at most {MAX_RESERVATION_S:g}, not {self.reservation_s}")
+        if self.data_parallel_balancing not in (BY_BLOCK, BY_ENGINE):
+            raise ValueError(
+                f"data_parallel_balancing: must be {BY_BLOCK} or {BY_ENGINE}, not {self.data_parallel_balancing!r}"
+            )
         self.rules()
         for name, minimum in MINIMA.items():
             if getattr(self, name) < minimum:

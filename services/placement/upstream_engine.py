@@ -11,6 +11,7 @@ from google.protobuf.json_format import MessageToDict
 
 from protos.block.v1 import common_pb2, scheduler_pb2
 from services.http.client import Connection, Headers, HttpClient, ReadInterruptedError, origin_of, request_head
+from services.http.data_parallel import with_rank
 from services.http.engine_arguments import arguments_of, with_arguments
 from services.http.json_body import reply_json
 from services.http.kv_transfer import PrefilledPrompt, decode_body
@@ -211,7 +212,8 @@ async def stream_answer(  # noqa: PLR0913 - what an engine is sent, and how
     body = request.body_for(instance.models)
     if prompt is not None:
         body = decode_body(body, prompt)
-    head = request_head(b"POST", origin, request.path, request.headers(), len(body))
+    headers = with_rank(request.headers(), instance.data_parallel_rank)
+    head = request_head(b"POST", origin, request.path, headers, len(body))
     connection = await client.send(origin, head, body, first_s)
     try:
         sent(connection.sent_s)

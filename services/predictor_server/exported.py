@@ -11,20 +11,27 @@ from typing import Any
 
 import numpy as np
 
-from predictor.approximations import UNKNOWN_PREFIXES
+from predictor.adapter_times import AdapterTimes
+from predictor.approximations import UNKNOWN_PREFIXES, UNKNOWN_RANKS
+from predictor.batching import is_compiled
 from predictor.correction import Correction, CorrectionRule, RegionCorrection
+from predictor.data_parallel import DataParallelRank
 from predictor.engine import Engine
 from predictor.engine_replica import EngineReplica
 from predictor.engine_view import EndedRequest, EngineView
 from predictor.forecast import Forecaster
 from predictor.indicators import EngineCounters
 from predictor.lengths import Tag
+from predictor.lockstep_forecast import LockstepForecaster
 from predictor.profile import NO_TRANSIT, Profile, load_profile
 from predictor.profile_check import StepCheck, require_possible
 from predictor.request_group import Placeable
 from predictor.reserved_requests import ReportedLengths, ReservedRequests
 from predictor.snapshot import Snapshot
+from predictor.speculation import NO_DRAFTS, AcceptanceLearner, DraftTotals, approximations_of
 from predictor.step_time import region_of
+from predictor.vllm_versions import approximations_of as approximations_of_version
+from predictor.vllm_versions import rules_for
 from protos.block.v1 import common_pb2
 from services.engine_state.identity import client_id, parts_of
 from services.engine_state.layout import REASONS
@@ -33,6 +40,7 @@ from services.engine_state.snapshot import config_of, reported_state, snapshot_f
 from services.engine_state.view import BUSY, CORRUPT, MISSING, UnreadableError, View
 from services.logs import log_event
 from services.predictor_server.engine_source import DownError
+from services.predictor_server.pass_records import PassRecords, RecordedStep, slowest_of
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +50,7 @@ STEP_SUMS = (
     "decode_longest",
 )  # fmt: skip
 
+ADAPTER_LOADS = ("adapter_loads", "adapter_activations")
 OF_TRANSFERS = CorrectionRule(momentum=0.8, lowest=0.05, highest=50.0)  # a link's bandwidth is configured by guess
 FULL_READ_S = 0.25  # how often a file that does not change is read to learn whether its engine has ended
 COMPLETED = {REASONS.index("stop"), REASONS.index("length")}
@@ -65,13 +74,13 @@ class FollowedEngine:
     learned: np.ndarray  # by slot, the request whose fetch has ended, and has been compared with its prediction
 
     @classmethod
-    def with_replica(cls, view: View, replica: EngineReplica) -> FollowedEngine:
+    def with_replica(cls, view: View, replica: EngineReplica, forecaster: Forecaster) -> FollowedEngine:
         """Start without knowledge of the requests."""
         num_slots = len(view.live)
         return cls(
             view=view,
             replica=replica,
-            forecaster=Forecaster(replica.engine),
+            forecaster=forecaster,
             serials=np.zeros(num_slots, np.uint64),
             known_tokens=np.zeros(num_slots, np.int64),
             tag_median=np.full(num_slots, np.nan),
@@ -99,6 +108,10 @@ class ExportedEngine:
         self._forget_s = forget_s
         self._followed: FollowedEngine | None = None
         self._view: EngineView | None = None
+        self.rank: DataParallelRank | None = None
+        self.passes = PassRecords()
+        self.beside: Callable[[], Sequence[PassRecords]] = tuple  # of the other ranks in lockstep
+        self._unmatched: list[RecordedStep] = []
         self._life = 0
         self._serial = 0  # of views
         self._transit = NO_TRANSIT
@@ -106,8 +119,10 @@ class ExportedEngine:
         self._correction = RegionCorrection()
         self._corrected_s = 0.0
         self._transfers = Correction(rule=OF_TRANSFERS)
+        self._adapter_times = AdapterTimes()
         self._num_fetched = 0
         self._counters = EngineCounters()
+        self._drafts = AcceptanceLearner(NO_DRAFTS)
         self._num_steps = self._num_outcomes = 0  # that have been read
         self._read_s = 0.0
         self._reserved = ReservedRequests()
@@ -201,6 +216,7 @@ class ExportedEngine:
         self._note_arrivals(followed)
         self._correct_pace(followed)
         self._correct_transfers(followed)
+        self._learn_acceptance(followed)
         followed.replica.update(
             reported_state(
                 view,
@@ -222,7 +238,7 @@ class ExportedEngine:
             serial=0,
             transit=self._transit,
             counters=self._counters.values(view.clock_rate) | {"pace": self._correction.every.factor},
-            approximations=_approximations(followed.replica.engine),
+            approximations=self._approximations(followed.replica.engine),
         )
         return followed
 
@@ -235,12 +251,20 @@ class ExportedEngine:
         self._transit = profile.transit
         if view.life != self._life:
             log_event(log, logging.INFO, "engine found", source=view.settings.get("source"), profile=profile.name)
+            if not (rules := rules_for(config.vllm_version)).is_exact:
+                log_event(
+                    log, logging.WARNING, "engine's version is not known: the nearest rules are used",
+                    version=config.vllm_version, rules=rules.name,
+                )  # fmt: skip
             self._life = view.life
             self._num_steps = self._num_outcomes = 0
+            self._unmatched = []
             self._correction = RegionCorrection()
             self._transfers, self._num_fetched = Correction(rule=OF_TRANSFERS), 0
+            self._adapter_times = AdapterTimes(load_s=config.lora_load_s, activate_s=config.lora_activate_s)
             self._check = StepCheck(profile) if self._profile is not None else None
             self._counters = EngineCounters()
+            self._drafts = AcceptanceLearner(config.configured_drafts)
         replica = EngineReplica(
             config,
             profile.step_time,
@@ -249,7 +273,18 @@ class ExportedEngine:
             track_blocks=view.contents is not None,
         )
         self._reserved.move_to(replica.engine)
-        return FollowedEngine.with_replica(view, replica)
+        self.rank = _rank_of(view)
+        return FollowedEngine.with_replica(view, replica, self._forecaster_for(replica.engine))
+
+    def _forecaster_for(self, engine: Engine) -> Forecaster:
+        """Make a forecaster; that of a rank in lockstep heeds the other ranks."""
+        if self.rank is not None and self.rank.lockstep is not None and is_compiled(engine.batcher):
+            return LockstepForecaster(engine)
+        return Forecaster(engine)
+
+    def current(self) -> EngineView | None:
+        """Return the view as of the last refresh; None where the state is not known."""
+        return self._view
 
     def _advance(self, followed: FollowedEngine, now_s: float) -> EngineView:
         """Let the time since the last publication pass in the view."""
@@ -299,20 +334,60 @@ class ExportedEngine:
         if num_steps != self._num_steps:
             self._num_steps = num_steps
             self._corrected_s = time.monotonic()
-            records = self._reader.new_steps()
-            for real_s, sums in zip(records["seconds"].tolist(), records[list(STEP_SUMS)].tolist(), strict=True):
-                step = dict(zip(STEP_SUMS, sums, strict=True))
-                predicted_s = followed.replica.step_seconds(**step)
-                if predicted_s is not None:
-                    region = region_of(step["num_tokens"], step["num_decodes"], step["num_prefills"])
-                    self._correction = self._correction.observe(region, predicted_s=predicted_s, real_s=real_s)
-                    if self._check is not None:
-                        self._check.observe(predicted_s=predicted_s, real_s=real_s)
+            steps = self._recorded_steps(followed.replica)
+            if self._is_in_lockstep:  # by the next time, the other ranks' steps of the same passes have been read
+                for step in steps:
+                    self.passes.add(step)
+                steps, self._unmatched = [slowest_of(one, self.beside()) for one in self._unmatched], steps
+            for step in steps:
+                self._correction = self._correction.observe(
+                    step.region, predicted_s=step.predicted_s, real_s=step.real_s
+                )
+                if self._check is not None:
+                    self._check.observe(predicted_s=step.predicted_s, real_s=step.real_s)
         elif self._check is not None and time.monotonic() - self._corrected_s > self._forget_s:
             self._check.forget()  # as in `_forget_pace`
         if self._check is not None:
             _require(self._check.require_close)
         followed.replica.engine.set_region_paces(self._correction.every.factor, self._correction.factors)
+        if followed.replica.engine.config.max_loras:
+            followed.replica.engine.set_adapter_times(self._adapter_times.load_s, self._adapter_times.activate_s)
+
+    def _learn_adapter_times(self, extra_s: float, num_loads: int, num_activations: int) -> None:
+        """Learn from a step that loaded adapters; its duration says nothing about the pace of others."""
+        self._adapter_times = self._adapter_times.observe(
+            num_loads=num_loads, num_activations=num_activations, extra_s=extra_s
+        )
+
+    @property
+    def _is_in_lockstep(self) -> bool:
+        return self.rank is not None and self.rank.lockstep is not None
+
+    def _recorded_steps(self, replica: EngineReplica) -> list[RecordedStep]:
+        """Read the steps that have ended, with their durations by the profile; without those that loaded adapters."""
+        records = self._reader.new_steps()
+        steps = []
+        for start_s, real_s, sums, loads in zip(
+            records["start_s"].tolist(),
+            records["seconds"].tolist(),
+            records[list(STEP_SUMS)].tolist(),
+            records[list(ADAPTER_LOADS)].tolist(),
+            strict=True,
+        ):
+            step = dict(zip(STEP_SUMS, sums, strict=True))
+            predicted_s = replica.step_seconds(**step)
+            if predicted_s is not None and any(loads):
+                self._learn_adapter_times(real_s - predicted_s * self._correction.every.factor, *loads)
+            elif predicted_s is not None:
+                region = region_of(step["num_tokens"], step["num_decodes"], step["num_prefills"])
+                steps.append(RecordedStep(start_s, real_s, predicted_s, region))
+        return steps
+
+    def _approximations(self, engine: Engine) -> tuple[str, ...]:
+        """Return what all forecasts of an engine approximate."""
+        named = _approximations(engine)
+        knows_ranks = not self._is_in_lockstep or self.rank is None or len(self.beside()) + 1 >= self.rank.size
+        return named if knows_ranks else (*named, UNKNOWN_RANKS)
 
     def _correct_transfers(self, followed: FollowedEngine) -> None:
         """Compare the fetches that have ended with their duration by the engine's configuration."""
@@ -334,6 +409,19 @@ class ExportedEngine:
                     )
         followed.replica.engine.set_transfer_pace(self._transfers.factor)
 
+    def _learn_acceptance(self, followed: FollowedEngine) -> None:
+        """Learn how many draft tokens the engine proposes and accepts."""
+        engine, state = followed.replica.engine, followed.view.state
+        if engine.config.speculative_method:
+            totals = DraftTotals(
+                num_drafts=int(state["num_drafts"]),
+                num_draft_tokens=int(state["num_draft_tokens"]),
+                num_chances=int(state["num_draft_chances"]),
+                accepted=tuple(state["num_accepted"].tolist()[: engine.config.num_speculative_tokens]),
+            )
+            if self._drafts.observe(totals) or engine.expected_drafts is not self._drafts.expected:
+                engine.expect_drafts(self._drafts.expected)
+
     def _forget_pace(self, followed: FollowedEngine, view: EngineView) -> None:
         """Return to the profile's pace: an engine that was slow gets no requests to show that it has recovered."""
         self._correction = RegionCorrection()
@@ -347,6 +435,12 @@ def _require(check: Callable[..., None], *arguments: Any) -> None:
         check(*arguments)
     except ValueError as error:
         raise UnreadableError(CORRUPT, str(error)) from None
+
+
+def _rank_of(view: View) -> DataParallelRank | None:
+    """Return which data-parallel rank an engine is; None where its engine has no others."""
+    table = view.settings.get("data_parallel")
+    return None if table is None else DataParallelRank.from_table(table)
 
 
 def _profile_of(view: View) -> Profile:
@@ -375,7 +469,11 @@ def alone_on_the_link(live: np.ndarray, slots: np.ndarray) -> list[int]:
 
 def _approximations(engine: Engine) -> tuple[str, ...]:
     """Return what all forecasts of an engine approximate: without the contents of its blocks, hits are unknown."""
-    return (UNKNOWN_PREFIXES,) if engine.config.enable_prefix_caching and not engine.tracks_blocks else ()
+    knows_hits = engine.tracks_blocks or not engine.config.enable_prefix_caching
+    drafts = approximations_of(engine.config.speculative_method, engine.expected_drafts)
+    config = engine.config
+    version = approximations_of_version(config.vllm_version, speculates=bool(config.speculative_method))
+    return (*version, *drafts, *(() if knows_hits else (UNKNOWN_PREFIXES,)))
 
 
 def _engine_id(row: np.void) -> str:

@@ -18,6 +18,7 @@ from services.predictor_server.exported import ExportedEngine
 from services.predictor_server.metrics import InstanceMetrics, SidecarMetrics
 from services.predictor_server.mirror import MirroredEngine, mirroring
 from services.predictor_server.profile_watch import ProfileWatch
+from services.predictor_server.rank_group import RankGroup
 from services.predictor_server.service import PredictorService
 from services.predictor_server.settings import SidecarSettings, require_distinct
 from services.predictor_server.sidecar import Sidecar
@@ -51,6 +52,7 @@ async def running_sidecars(
     """Run a sidecar for each engine of a node while the block runs; their refreshes alternate."""
     require_distinct(engines)
     metrics = SidecarMetrics(registry)
+    ranks = RankGroup()
     turn = asyncio.Lock()  # of the checks of profiles: one process at a time
     async with AsyncExitStack() as stack:
         sidecars = []
@@ -63,6 +65,8 @@ async def running_sidecars(
             )  # fmt: skip
             running = running_sidecar(settings, source, instance_metrics, watch, phase=number / len(engines))
             sidecars.append(await stack.enter_async_context(running))
+            if len(engines) > 1:
+                ranks.add(sidecars[-1])
         yield sidecars
 
 

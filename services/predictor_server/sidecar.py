@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -25,6 +25,7 @@ from services.logs import log_event
 from services.predictor_server.engine_source import DownError, EngineSource
 from services.predictor_server.health import EngineHealth
 from services.predictor_server.metrics import ForecastErrors, InstanceMetrics
+from services.predictor_server.rank_group import RankGroup
 from services.predictor_server.settings import SidecarSettings
 
 log = logging.getLogger(__name__)
@@ -53,6 +54,7 @@ class Sidecar:
         self.grammars = GrammarTimes()
         self._ends = GroupEnds()
         self.is_draining = False
+        self.ranks: RankGroup | None = None  # the other engines of the process
         self._simulation_s = 0.0  # per request, of the last forecast
         self._made_forecasts = False  # since the last `catch_up`
         self._down_reason = ""
@@ -94,6 +96,8 @@ class Sidecar:
         except DownError:
             return
         if self._made_forecasts and self.simulates_here(1):
+            if self.ranks is not None:
+                self.ranks.prepare(self)
             view.forecaster.prepare(view.arrival_s, view.serial)
             self._made_forecasts = False
         self.metrics.pace.set(view.counters.get("pace", 1.0))
@@ -143,6 +147,8 @@ class Sidecar:
             forecasts: Sequence[Forecast | Refusal] = await self._simulate(view, hashed, delays=delays)
         except ValueError:  # one of them does not fit, so each by itself
             forecasts = [await self._forecast_or_refuse(view, one, delays=delays) for one in hashed]
+        if (offloaded := view.offloaded_hits) is not None:
+            forecasts = [_with_offloaded(*pair, offloaded, view) for pair in zip(forecasts, hashed, strict=True)]
         rate, transit = view.clock_rate, view.transit
         return [one if isinstance(one, Refusal) else to_wall_clock(one, rate, transit) for one in forecasts]
 
@@ -163,6 +169,8 @@ class Sidecar:
         if not requests:
             return []
         self._made_forecasts = True
+        if self.ranks is not None:
+            self.ranks.prepare(self)
         simulate = partial(_simulate_timed, view, requests, delays=delays)
         if self.simulates_here(len(requests)):
             forecasts, took_s = simulate()
@@ -199,6 +207,8 @@ class Sidecar:
 
     def _end_shown(self, shown: Sequence[str]) -> None:
         """End the reservations of requests that reached the engine."""
+        if shown and self.ranks is not None:
+            self.ranks.shown(self, [name for name in shown if name not in self.reservations])
         if shown:
             self.health.on_shown()
             reservations = self.reservations.shown(shown)
@@ -240,6 +250,20 @@ def _shortened(request: RequestFacts) -> RequestFacts:
         return request
     hashes = tuple(short_hash(bytes.fromhex(str(name))) for name in request.prefix_hashes)
     return replace(request, prefix_hashes=hashes)
+
+
+def _with_offloaded(
+    forecast: Forecast | Refusal, request: Placeable, offloaded: Callable[[Sequence[int]], int], view: EngineView
+) -> Forecast | Refusal:
+    """Add to a forecast how much of the prompt is on off-loading tiers."""
+    if isinstance(forecast, Refusal):
+        return forecast
+    size = view.engine.config.block_size
+    members = request.members if isinstance(request, RequestGroup) else (request,)
+    num_blocks = sum(
+        offloaded([int(name) for name in one.prefix_hashes[: (one.prompt_tokens - 1) // size]]) for one in members
+    )
+    return replace(forecast, offloaded_hit_tokens=num_blocks * size)
 
 
 def to_wall_clock(forecast: Forecast, clock_rate: float, transit: Transit = NO_TRANSIT) -> Forecast:

@@ -118,6 +118,10 @@ def _ca_in(folder: Path) -> tuple[KeyPair, list[Path]]:
     certificate_file, key_file = folder / CA_FILE, folder / CA_KEY_FILE
     if is_valid(certificate_file):
         return KeyPair(certificate=certificate_file.read_bytes(), key=_key_of(certificate_file, key_file)), []
+    if key_file.exists() and not certificate_file.exists():
+        raise ValueError(
+            f"folder: {CA_FILE} is missing, the certificate of {key_file}; restore it, or name a new folder"
+        )
     made = make_ca(MAX_DAYS)
     _write(key_file, made.key)
     _write(certificate_file, made.certificate)

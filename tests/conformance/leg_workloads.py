@@ -18,9 +18,9 @@ TICK_S = 0.25  # all arrivals, transfers and aborts of a workload are multiples
 ENDLESS_S = 1e6
 
 
-def leg_workload(seed: int) -> dict[str, Any]:
+def leg_workload(seed: int, vllm_version: str = "") -> dict[str, Any]:
     """Draw one engine with a connector, and its requests; the same seed always gives the same workload."""
-    load = workload(seed)
+    load = workload(seed, vllm_version)
     rng = Random(f"legs {seed}")
     engine = load["engine"]
     engine["kv_role"] = rng.choice((*FETCHING_ROLES, *HOLDING_ROLES))

@@ -1,4 +1,4 @@
-"""Compares legs in the engine model with vLLM 0.32's schedulers and a KV connector, over random workloads."""
+"""Compares legs in the engine model with the schedulers of the installed vLLM and a KV connector, over random workloads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from tests.conformance.compare import first_difference
 from tests.conformance.leg_workloads import LegReplay, leg_workload
-from tests.conformance.vllm_side import interpreter, leg_traces
+from tests.conformance.vllm_side import interpreter, leg_traces, version
 
 pytestmark = pytest.mark.vllm
 
@@ -31,7 +31,8 @@ def traced() -> Traced:
     """Return workloads with vLLM's traces."""
     if not interpreter().exists():
         pytest.skip(f"no vLLM at {interpreter()}: `make vllm`, or set BLOCK_VLLM_PYTHON")
-    workloads = [leg_workload(seed) for seed in range(int(os.environ.get("BLOCK_CONFORMANCE_RUNS", DEFAULT_RUNS)))]
+    num_runs = int(os.environ.get("BLOCK_CONFORMANCE_RUNS", DEFAULT_RUNS))
+    workloads = [leg_workload(seed, version()) for seed in range(num_runs)]
     return list(zip(workloads, map(json.loads, leg_traces(workloads)), strict=True))
 
 

@@ -1,4 +1,4 @@
-"""Compares the engine model with vLLM 0.32's real scheduler classes, over random workloads, at every step."""
+"""Compares the engine model with the real scheduler classes of the installed vLLM, over random workloads, at every step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from tests.conformance.compare import first_difference
 from tests.conformance.ours import our_steps
-from tests.conformance.vllm_side import interpreter, traces
+from tests.conformance.vllm_side import interpreter, traces, version
 from tests.conformance.workloads import workload
 from tests.oracle import vllm_v1
 
@@ -38,7 +38,8 @@ def traced() -> Traced:
     """Return workloads with vLLM's traces."""
     if not interpreter().exists():
         pytest.skip(f"no vLLM at {interpreter()}: `make vllm`, or set BLOCK_VLLM_PYTHON")
-    workloads = [workload(seed) for seed in range(int(os.environ.get("BLOCK_CONFORMANCE_RUNS", DEFAULT_RUNS)))]
+    num_runs = int(os.environ.get("BLOCK_CONFORMANCE_RUNS", DEFAULT_RUNS))
+    workloads = [workload(seed, version()) for seed in range(num_runs)]
     return list(zip(workloads, traces(workloads), strict=True))
 
 

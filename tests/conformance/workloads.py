@@ -5,15 +5,22 @@ from __future__ import annotations
 from random import Random
 from typing import Any
 
+from predictor.vllm_versions import rules_for
+
 # Under priority, vLLM breaks ties of (priority, arrival) one way when it admits and another when it preempts, so two
 # requests that do not fit together can take turns without end. Such a run is compared as far as this.
 MAX_STEPS = 1000
+ADAPTIVE = 0.4  # share of engines with an adaptive threshold
 
 
-def workload(seed: int) -> dict[str, Any]:
+def workload(seed: int, vllm_version: str = "") -> dict[str, Any]:
     """Draw one engine and its requests; the same seed always gives the same workload."""
     rng = Random(seed)
     engine = _engine(rng)
+    if vllm_version:
+        engine["vllm_version"] = vllm_version
+        if rules_for(vllm_version).rules.spares_lone_prefill:  # since then
+            engine["long_prefill_token_threshold_adaptive"] = Random(f"adaptive {seed}").random() < ADAPTIVE
     requests = _requests(rng, engine)
     size = engine["block_size"]
     largest = max(-(-(request["prompt_tokens"] + _answer(request, engine)) // size) for request in requests)

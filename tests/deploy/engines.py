@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -99,6 +100,41 @@ def random_weights(model: Path, seed: int) -> Path:
         weights |= {f"{at}.self_attn.{one}_proj.weight": 2 * matrix(hidden, hidden) for one in "qkvo"}
         weights |= {f"{at}.mlp.{one}_proj.weight": matrix(inner, hidden) for one in ("gate", "up")}
         weights[f"{at}.mlp.down_proj.weight"] = matrix(hidden, inner)
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            weights[f"{at}.{norm}.weight"] = np.ones(hidden, np.float32)
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    return model
+
+
+def repeating_weights(model: Path, seed: int, share: float, cycle: int = 4) -> Path:
+    """Give a model weights whose sampled text goes round in cycles, and leaves them with the rest of the probability.
+
+    Its layers add nothing, so that the next token depends on the last one alone.
+    """
+    from safetensors.numpy import save_file
+
+    generator = np.random.default_rng(seed)
+    sizes = json.loads((model / "config.json").read_text())
+    hidden, inner, words = sizes["hidden_size"], sizes["intermediate_size"], sizes["vocab_size"]
+    embedding = np.where(generator.random((words, hidden)) < 0.5, np.float32(-1), np.float32(1))
+    order = generator.permutation(words - words % cycle).reshape(-1, cycle)
+    follower = np.arange(words)
+    follower[order] = np.roll(order, -1, axis=1)
+    logit = odds = math.log(share / (1 - share) * (words - 1))
+    for _ in range(20):  # the logits of the other tokens are normally distributed
+        logit = odds + logit**2 / (2 * hidden)
+    head = np.zeros((words, hidden), np.float32)
+    head[follower] = embedding * np.float32(logit / hidden)
+    weights = {
+        "model.embed_tokens.weight": embedding,
+        "model.norm.weight": np.ones(hidden, np.float32),
+        "lm_head.weight": head,
+    }
+    for layer in range(sizes["num_hidden_layers"]):
+        at = f"model.layers.{layer}"
+        weights |= {f"{at}.self_attn.{one}_proj.weight": np.zeros((hidden, hidden), np.float32) for one in "qkvo"}
+        weights |= {f"{at}.mlp.{one}_proj.weight": np.zeros((inner, hidden), np.float32) for one in ("gate", "up")}
+        weights[f"{at}.mlp.down_proj.weight"] = np.zeros((hidden, inner), np.float32)
         for norm in ("input_layernorm", "post_attention_layernorm"):
             weights[f"{at}.{norm}.weight"] = np.ones(hidden, np.float32)
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})

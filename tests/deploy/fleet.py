@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,13 +102,13 @@ class Fleet:
 
 
 @contextmanager
-def fleet(folder: Path) -> Iterator[Fleet]:
-    """Run the fleet within a context; all its processes end with it."""
+def fleet(folder: Path, policies: Sequence[str] = POLICIES) -> Iterator[Fleet]:
+    """Run a fleet with an engine of each scheduling policy within a context; all its processes end with it."""
     model, profile = tiny_model(folder / "model"), folder / "profile.json"
     profile.write_text(profile_to_json(PROFILE))
     engines = {
         name: Engine(model, folder / f"{name}.state", folder / f"{name}.log", "--scheduling-policy", name)
-        for name in POLICIES
+        for name in policies
     }
     with asyncio.Runner() as runner:
         children: dict[str, Child] = {}

@@ -20,10 +20,12 @@ import pytest
 import predictor
 import services.engine_state
 from predictor.config import EngineConfig
+from predictor.data_parallel import DataParallelRank, LockstepRules
 from predictor.lengths import DEFAULT_RESIDUAL
 from predictor.profile import load_profile
 from predictor.request import Slo
 from predictor.state import CLIENT, MEMORY_SIZE
+from predictor.vllm_versions import rules_for
 from services.engine_state.identity import short_hash
 from services.engine_state.reader import Reader
 from services.engine_state.snapshot import config_of, snapshot_from_view
@@ -92,6 +94,15 @@ class Table:
         """Remove a block."""
 
 
+class Request(SimpleNamespace):
+    """The parts of a request that the plug-in reads; a heap has them in vLLM's order."""
+
+    def __lt__(self, other: Request) -> bool:
+        """Compare by priority, arrival and id."""
+        mine, theirs = (self.priority, self.arrival_time), (other.priority, other.arrival_time)
+        return (*mine, self.request_id) < (*theirs, other.request_id)
+
+
 class Scheduler:
     """The parts of a scheduler that the plug-in reads; the tests make its steps."""
 
@@ -102,7 +113,7 @@ class Scheduler:
         )  # fmt: skip
         self.cache_config = SimpleNamespace(enable_prefix_caching=True)
         self.vllm_config = SimpleNamespace(
-            parallel_config=SimpleNamespace(data_parallel_index=0),
+            parallel_config=SimpleNamespace(data_parallel_index=0, data_parallel_size=1),
             model_config=SimpleNamespace(model="tiny"),
             max_concurrent_batches=1,
         )
@@ -126,10 +137,11 @@ class Scheduler:
         self.requests: dict[str, Any] = {}
         self.running: list[Any] = []
         self.waiting: list[Any] = []
+        self.kv_holding_waiting: list[Any] = []
 
     def add(self, name: str, prompt_tokens: int = 6, hashes: tuple[bytes, ...] = ()) -> Any:
         """Add a waiting request."""
-        request = SimpleNamespace(
+        request = Request(
             request_id=f"cmpl-{name}-0-0123abcd", num_prompt_tokens=prompt_tokens, num_tokens=prompt_tokens,
             num_output_tokens=0, num_computed_tokens=0, num_output_placeholders=0, num_in_flight_tokens=0,
             num_stale_output_tokens=0, num_preemptions=0, max_tokens=8, priority=0, arrival_time=time.time(),
@@ -180,6 +192,23 @@ class Scheduler:
     def shutdown(self) -> str:
         """Return a value that shows the call."""
         return "down"
+
+
+class OldScheduler(Scheduler):
+    """A scheduler of 0.30 or older."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.kv_holding_waiting, self.max_num_active_reqs
+        self.skipped_waiting: list[Any] = []
+
+
+class RenamedScheduler(Scheduler):
+    """A scheduler of a version that has another name for its second queue."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.kv_holding_waiting
 
 
 class CountingScheduler(Scheduler):
@@ -295,6 +324,7 @@ def test_it_exports_a_scheduler(path: Path, wrapping: ModuleType) -> None:
     assert config_of(reader.read()) == EngineConfig(
         max_num_seqs=4, max_num_batched_tokens=64, block_size=BLOCK_SIZE, num_gpu_blocks=NUM_BLOCKS, max_model_len=32,
         enable_prefix_caching=True, enable_chunked_prefill=True, async_scheduling=False, watermark=0.0,
+        vllm_version="0.32.0",
     )  # fmt: skip
     first = scheduler.add("first", 6, (b"abcdefgh-first",))
     output = scheduler.schedule()
@@ -489,6 +519,26 @@ def test_any_scheduler_class_stays_in_charge(wrapping: ModuleType) -> None:
     assert chosen.__name__ == "Scheduler"
 
 
+def test_ranks_in_lockstep_are_named_in_the_file(plugin: ModuleType) -> None:
+    """Those of a model with experts have the rules of their version; ranks of other models, and one rank, none."""
+    settings = importlib.import_module(f"{plugin.__name__}.settings")
+    parallel = SimpleNamespace(
+        data_parallel_index=1, data_parallel_size=4, data_parallel_master_ip="10.0.0.1", data_parallel_master_port=29550
+    )
+    config = SimpleNamespace(parallel_config=parallel, model_config=SimpleNamespace(is_moe=True))
+    early = DataParallelRank.from_table(settings.rank_settings(config)["data_parallel"])
+    assert early.lockstep == LockstepRules(sync_interval=32, syncs_first_step=False)
+    parallel.dp_sync_interval = 8
+    late = DataParallelRank.from_table(settings.rank_settings(config)["data_parallel"])
+    assert late == DataParallelRank(
+        rank=1, size=4, group="10.0.0.1:29550", lockstep=LockstepRules(sync_interval=8, syncs_first_step=True)
+    )
+    config.model_config.is_moe = False
+    assert DataParallelRank.from_table(settings.rank_settings(config)["data_parallel"]).lockstep is None
+    parallel.data_parallel_size = 1
+    assert settings.rank_settings(config) == {}
+
+
 def test_each_data_parallel_rank_has_its_file(path: Path, plugin: ModuleType) -> None:
     """The first writes to the configured path, the others beside it."""
     state_file = importlib.import_module(f"{plugin.__name__}.settings").state_file
@@ -499,20 +549,76 @@ def test_each_data_parallel_rank_has_its_file(path: Path, plugin: ModuleType) ->
     assert state_file(scheduler) == str(path.with_name("state-dp3"))
 
 
-@pytest.mark.usefixtures("path")
 @pytest.mark.parametrize(
-    ("version", "supported"),
-    [("0.32.0", True), ("0.32.1+cpu", True), ("0.320.0", False), ("0.31.2", False), ("1.32.0", False), ("dev", False)],
-)
-def test_other_versions_are_refused(
-    plugin: ModuleType, warnings: pytest.LogCaptureFixture, version: str, supported: bool
+    ("version", "shown", "rules"),
+    [
+        ("0.28.0", "0.28.0", ""), ("0.30.1+cpu", "0.30.1+cpu", ""), ("0.33.0", "0.33.0", ""),
+        ("0.34.0", "0.34.0", "0.33"), ("0.27.2", "0.27.2", "0.28"), ("dev", "0.33", "0.33"),
+    ],
+)  # fmt: skip
+def test_each_version_is_exported(
+    path: Path, wrapping: ModuleType, warnings: pytest.LogCaptureFixture, version: str, shown: str, rules: str
 ) -> None:
-    """With an unsupported vLLM it logs a warning, and exports nothing."""
-    assert plugin.is_supported(version) == supported
-    if not supported:
-        sys.modules["vllm"].__version__ = version  # type: ignore[attr-defined]
-        plugin.register()
-        assert f"not {version}" in warnings.text
+    """Of a version that is not known one line is logged: it is forecast by the nearest rules."""
+    sys.modules["vllm"].__version__ = version  # type: ignore[attr-defined]
+    scheduler = wrapping.exporting(OldScheduler if version < "0.31" else Scheduler)()
+    config = config_of(Reader(str(path)).read())
+    assert config.vllm_version == shown
+    assert rules_for(config.vllm_version).is_exact == (rules == "" or version == "dev")
+    assert [one.getMessage() for one in warnings.records] == (
+        [f"block-vllm-export: vLLM {version} is not known; its state is exported, and forecast by the rules of {rules}"]
+        if rules
+        else []
+    )
+    scheduler.shutdown()
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_skipped_requests_of_an_old_version_are_exported_where_it_tries_them(
+    path: Path, wrapping: ModuleType, policy: str
+) -> None:
+    """Until 0.30 they are first, or with priorities among the others; they may hold blocks."""
+    sys.modules["vllm"].__version__ = "0.30.0"  # type: ignore[attr-defined]
+    scheduler = wrapping.exporting(OldScheduler)()
+    scheduler.scheduler_config.policy = policy
+    names = [scheduler.add(name).request_id for name in "abc"]
+    late = scheduler.waiting.pop(1)
+    late.num_computed_tokens = 4
+    scheduler.kind.req_to_blocks[late.request_id] = scheduler.queue.popleft_n(1)
+    scheduler.skipped_waiting.append(late)
+    scheduler.block_export("publish")
+    snapshot = snapshot_from_view(Reader(str(path)).read(contents=True))
+    expected = names if policy == "priority" else [names[1], names[0], names[2]]
+    assert [one.request.request_id for one in snapshot.waiting] == expected
+    assert [one.num_blocks for one in snapshot.waiting] == [int(name == names[1]) for name in expected]
+    scheduler.shutdown()
+
+
+def test_a_scheduler_with_other_names_is_not_exported(
+    path: Path, wrapping: ModuleType, warnings: pytest.LogCaptureFixture
+) -> None:
+    """One line says what is missing, no file is left, and the engine runs."""
+    sys.modules["vllm"].__version__ = "0.35.0"  # type: ignore[attr-defined]
+    scheduler = wrapping.exporting(RenamedScheduler)()
+    (record,) = warnings.records
+    assert record.getMessage().startswith("block-vllm-export: vLLM 0.35.0 differs: ")
+    assert "kv_holding_waiting" in record.getMessage()
+    assert record.getMessage().endswith("; nothing is exported")
+    assert record.exc_info is None
+    scheduler.add("first")
+    assert scheduler.schedule().num_scheduled_tokens
+    with pytest.raises(UnreadableError):
+        Reader(str(path)).read()
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("version", ["0.31.0", "0.33.0", "0.34.0", "dev"])
+def test_batching_rules_need_a_version_that_they_were_compared_with(plugin: ModuleType, version: str) -> None:
+    """The engine does not start, and one line says which version would do."""
+    sys.modules["vllm"].__version__ = version  # type: ignore[attr-defined]
+    require = importlib.import_module(f"{plugin.__name__}.rule_settings").require_carried_out
+    with pytest.raises(ValueError, match=rf"^vLLM {version} is not supported with a batching rule, only 0\.32$"):
+        require(Scheduler())
 
 
 @pytest.mark.usefixtures("path")

@@ -25,7 +25,8 @@ from services.engine_state.view import View
 from services.predictor_server.exported import ExportedEngine
 from tests.conformance.leg_workloads import leg_workload
 from tests.conformance.ours import our_config
-from tests.conformance.vllm_side import interpreter
+from tests.conformance.spec_workloads import spec_workload
+from tests.conformance.vllm_side import interpreter, version
 from tests.conformance.workloads import workload
 
 pytestmark = pytest.mark.vllm
@@ -61,6 +62,7 @@ def scheduler(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     ("draw", "expected"),
     [
         (workload, ("async", "two in flight", "preempted", "cached", "waiting")),
+        (spec_workload, ("async", "two in flight", "preempted", "cached", "waiting", "drafts in flight", "drafts")),
         (leg_workload, ("async", "to_fetch", "fetching", "failed", "held", "aborted while fetching")),
     ],
 )
@@ -68,14 +70,14 @@ def test_the_file_has_the_state_of_the_scheduler(
     scheduler: subprocess.Popen[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    draw: Callable[[int], dict[str, Any]],
+    draw: Callable[[int, str], dict[str, Any]],
     expected: tuple[str, ...],
 ) -> None:
     """Requests, queues, steps in flight, contents of blocks and transfers are equal: sync and async, fcfs and priority."""
     monkeypatch.setattr(profile_check, "FAR_OFF", math.inf)  # steps without a model do not have the times of a profile
     seen: Counter[str] = Counter()
     for seed in range(int(os.environ.get("BLOCK_EXPORT_RUNS", DEFAULT_RUNS))):
-        load = draw(seed)
+        load = draw(seed, version())
         send(scheduler, json.dumps(load))
         reader = Reader(str(tmp_path / "state"))
         sidecar = ExportedEngine(str(tmp_path / "state"), load_profile("constant"), DEFAULT_RESIDUAL, 60.0)
@@ -92,7 +94,10 @@ def test_the_file_has_the_state_of_the_scheduler(
             assert [exported(one) for one in snapshot.waiting] == [held(one, caching) for one in truth["waiting"]], (
                 where
             )
-            steps = [{"scheduled": step.scheduled, "sampled": list(step.sampled)} for step in snapshot.steps]
+            steps = [
+                {"scheduled": step.scheduled, "sampled": list(step.sampled), "drafts": step.drafts}
+                for step in snapshot.steps
+            ]
             assert steps == truth["steps"], where
             assert snapshot.num_free_blocks == len(truth["free"]), where
             if caching:
@@ -107,6 +112,8 @@ def test_the_file_has_the_state_of_the_scheduler(
             assert picture.engine.tracks_blocks == caching, where
             seen["async"] += load["engine"]["async_scheduling"]
             seen["two in flight"] += len(steps) == 2
+            seen["drafts in flight"] += any(step["drafts"] for step in steps)
+            seen["drafts"] += any(one["drafts"] for one in truth["running"])
             seen["preempted"] += any(one["preemptions"] for one in truth["waiting"])
             seen["cached"] += bool(truth["contents"])
             seen["waiting"] += bool(truth["waiting"])
@@ -153,6 +160,7 @@ def exported(live: LiveRequest) -> dict[str, Any]:
         "stale": live.stale_tokens,
         "preemptions": live.num_preemptions,
         "priority": live.request.priority,
+        "drafts": live.draft_tokens,
         "leg": live.request.leg,
         "blocks": list(live.block_ids),
         "hashes": list(live.request.prefix_hashes),

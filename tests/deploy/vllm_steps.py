@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "conformance"))
 import vllm_trace
 from block_vllm_export import register
 from legs_trace import LegsTrace
+from spec_trace import SpecTrace
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import init_none_hash
@@ -74,6 +75,7 @@ class Reported:
                 "stale": request.num_stale_output_tokens,
                 "preemptions": request.num_preemptions,
                 "priority": request.priority,
+                "drafts": len(request.spec_token_ids),
                 "blocks": [block.block_id - 1 for block in blocks],
                 "hashes": [short(one) for one in request.block_hashes],
                 "leg": self.specs[request.request_id].get("leg", "serve"),
@@ -82,12 +84,17 @@ class Reported:
 
         truth = {
             "running": [described(one) for one in scheduler.running],
-            "waiting": [described(one) for one in [*scheduler.kv_holding_waiting, *scheduler.waiting]],
+            "waiting": [described(one) for one in vllm_trace.waiting_in_order(scheduler)],
             "ended": [described(one) for one in scheduler.requests.values() if one.is_finished()],
             "steps": [
                 {
                     "scheduled": {n: c for n, c in step.output.num_scheduled_tokens.items() if n in unfinished},
                     "sampled": [n for n in step.output.num_scheduled_tokens if n in step.sampled & unfinished],
+                    "drafts": {
+                        name: len(tokens)
+                        for name, tokens in step.output.scheduled_spec_decode_tokens.items()
+                        if tokens and name in unfinished
+                    },
                 }
                 for step in self.under_way
             ],
@@ -127,6 +134,17 @@ class ReportedLegs(Reported, LegsTrace):
         return params
 
 
+class ReportedDrafts(Reported, SpecTrace):
+    """A run of an engine with speculative decoding."""
+
+
+def kind_of(engine: dict[str, Any]) -> type[Reported]:
+    """Return the kind of run for an engine."""
+    if engine.get("speculative_method"):
+        return ReportedDrafts
+    return ReportedLegs if engine.get("kv_role") else ReportedTrace
+
+
 def main() -> None:
     """Run every workload on standard input, each followed by a line for every publication."""
     os.dup2(2, 1)
@@ -136,7 +154,7 @@ def main() -> None:
     base = vllm_trace.base_config()
     while line := sys.stdin.readline():
         workload = json.loads(line)
-        run = (ReportedLegs if workload["engine"].get("kv_role") else ReportedTrace)(base, workload)
+        run: Any = kind_of(workload["engine"])(base, workload)
         run.run()
         run.scheduler.block_export("close")
         answers.write('"end"\n')

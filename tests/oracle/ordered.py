@@ -360,7 +360,7 @@ class Engine(vllm_v1.Engine):
         """The blocks that no request uses."""
         return self.cells.num_free_blocks if self.is_shared else super().num_free_blocks
 
-    def update(self, scheduled: dict[str, int], sampled: set[str], now_s: float) -> None:
+    def update(self, scheduled: dict[str, int], sampled: dict[str, vllm_v1.Draft], now_s: float) -> None:
         """Process a finished step, and note first tokens."""
         requests = [self.unfinished[name] for name in sampled if name in self.unfinished]
         super().update(scheduled, sampled, now_s)

@@ -28,7 +28,7 @@ from tests.strategies import AFFINE, Load, examples, load_of, loads
 CLOSE = 1e-9
 COUNTS = (
     "output_tokens", "computed_tokens", "placeholders", "in_flight_tokens", "stale_tokens", "num_blocks",
-    "full_blocks", "num_preemptions", "hit_tokens",
+    "full_blocks", "num_preemptions", "hit_tokens", "draft_tokens",
 )  # fmt: skip
 # engines that report their state have this layout
 LOADS = {batcher: loads(batcher, layout="plain", ending=True, max_requests=12, tick_s=0.004) for batcher in BATCHERS}
@@ -77,6 +77,7 @@ def reported_from(snapshot: Snapshot, *, seed: int = 0) -> ReportedState:
                 start_s=step.start_s,
                 slots=np.array([at[name] for name in step.scheduled], np.int32),
                 tokens=np.array(list(step.scheduled.values()), np.int64),
+                drafts=np.array([step.drafts.get(name, 0) for name in step.scheduled], np.int64),
                 sampled=np.array([name in step.sampled for name in step.scheduled], np.int32),
             )
             for step in snapshot.steps

@@ -41,6 +41,7 @@ class StubSidecar:
     always_conflicts: bool = False  # with another reservation, whenever a version is given
     models: tuple[str, ...] = ()
     role: str = "both"
+    rank: int | None = None
     hung: asyncio.Event | None = None
     hung_reserving: asyncio.Event | None = None
     hung_after_reserving: asyncio.Event | None = None  # after the reservation, before the reply
@@ -73,6 +74,7 @@ class StubSidecar:
             sidecar_address=f"127.0.0.1:{self.port}",
             models=self.models,
             role=self.role,
+            data_parallel_rank=self.rank,
         )
 
     async def start(self) -> None:

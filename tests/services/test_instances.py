@@ -20,8 +20,10 @@ from services.instances import (
     Instances,
     Listed,
     instance_from_flag,
+    instance_from_table,
     instances_from_file,
     source_from_name,
+    table_of,
     watch,
 )  # fmt: skip
 from tests.services.files import replace_file
@@ -250,3 +252,42 @@ def test_localhost_is_resolved() -> None:
         assert found
 
     run(test)
+
+
+def test_ranks_of_one_url_are_instances(tmp_path: Path) -> None:
+    """By a flag, and by a file; a list writes and reads them alike."""
+    instance = instance_from_flag("a=http://h:1,h:2,m,rank=3")
+    assert (instance.models, instance.data_parallel_rank) == (("m",), 3)
+    assert instance_from_table(table_of(instance)) == instance
+    assert "data_parallel_rank" not in table_of(instance_from_flag("a=http://h:1,h:2"))
+    path = tmp_path / "i.json"
+    path.write_text(json.dumps([{**A, "data_parallel_rank": 0}, {**B, "data_parallel_rank": 1}]))
+    assert [one.data_parallel_rank for one in instances_from_file(str(path))] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        ({"data_parallel_rank": -1}, {}, r"instances\[0\]\.data_parallel_rank: must be a whole number from 0"),
+        ({"data_parallel_rank": "1"}, {}, r"instances\[0\]\.data_parallel_rank: must be a whole number from 0"),
+        ({"data_parallel_rank": True}, {}, r"instances\[0\]\.data_parallel_rank: must be a whole number from 0"),
+        (
+            {"data_parallel_rank": 1}, {"data_parallel_rank": 1},
+            r"instances\[1\]\.data_parallel_rank: 1 at http://10.0.0.7:8000 is 'a' already",
+        ),
+        ({"data_parallel_rank": 1}, {}, r"instances\[1\]\.data_parallel_rank: is missing from 'b' or 'a': both are at"),
+        ({}, {"data_parallel_rank": 1}, r"instances\[1\]\.data_parallel_rank: is missing from 'b' or 'a': both are at"),
+    ],
+)  # fmt: skip
+def test_bad_ranks_are_refused(first: Any, second: Any, message: str, tmp_path: Path) -> None:
+    """With the field, and the instances that contradict each other."""
+    path = tmp_path / "i.json"
+    path.write_text(json.dumps([{**A, **first}, {**B, **second}]))
+    with pytest.raises(ValueError, match=message):
+        instances_from_file(str(path))
+
+
+def test_a_rank_in_a_flag_is_a_number() -> None:
+    """The error has the flag."""
+    with pytest.raises(ValueError, match=r"instance: 'a=http://h:1,h:2,rank=x': rank: must be a whole number from 0"):
+        instance_from_flag("a=http://h:1,h:2,rank=x")

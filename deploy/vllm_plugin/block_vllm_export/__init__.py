@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 
 from . import nixl_on_cpu
 
-SUPPORTED = (0, 32)
 log = logging.getLogger("vllm.block_export")  # below vLLM's logger, so that its lines appear among vLLM's
 
 
@@ -22,11 +20,6 @@ def register() -> None:
     if os.environ.get("BLOCK_EXPORT", "1").lower() in {"0", "false", "no", "off"}:
         return
     try:
-        import vllm
-
-        if not is_supported(vllm.__version__):
-            log.warning("block-vllm-export: supports vLLM 0.32, not %s; nothing is exported", vllm.__version__)
-            return
         from vllm.config.scheduler import SchedulerConfig
 
         from .wrapping import wrap_scheduler_choice
@@ -34,9 +27,3 @@ def register() -> None:
         wrap_scheduler_choice(SchedulerConfig)
     except Exception:  # whatever fails, the engine must start
         log.exception("block-vllm-export: cannot be set up; nothing is exported")
-
-
-def is_supported(version: str) -> bool:
-    """Return whether this version of vLLM is supported."""
-    found = re.match(r"(\d+)\.(\d+)(?!\d)", version)
-    return found is not None and (int(found[1]), int(found[2])) == SUPPORTED

@@ -12,9 +12,13 @@ from typing import Any
 import numpy as np
 
 from . import layout
+from .adapters import AdapterMemory
 from .blocks import BlockContents
+from .drafts import count_drafts
 from .identity import short_hash
+from .scheduler_names import names_for
 from .settings import require_supported, settings_of
+from .vllm_version import chosen_rules
 from .writer import NEVER, UNKNOWN, Writer
 from .xargs import facts_in
 
@@ -47,12 +51,13 @@ class ExportedRequest:
 
 @dataclass(slots=True)
 class StepInFlight:
-    """A step in flight: the tokens of each request, whether it samples, and the sums that its duration depends on."""
+    """A step in flight: of each request whether it samples, its draft tokens, its tokens; and the step's sums."""
 
     output: Any
     start_s: float
-    entries: list[tuple[ExportedRequest, int, int]]
+    entries: list[tuple[ExportedRequest, int, int, int]]
     sums: tuple[float, ...]
+    loads: tuple[int, int] = (0, 0)  # adapters loaded, and brought to GPU slots
 
 
 class Exporter:
@@ -62,6 +67,7 @@ class Exporter:
         """Create the file of an idle scheduler."""
         require_supported(scheduler)
         settings = settings_of(scheduler)
+        self._queues = names_for(chosen_rules().release).queues
         self._scheduler = scheduler
         self._pool = scheduler.kv_cache_manager.block_pool
         managers = scheduler.kv_cache_manager.coordinator.single_type_managers
@@ -82,7 +88,10 @@ class Exporter:
             num_blocks=num_blocks if has_contents else 0,
             blocks_per_request=-(-settings["engine"]["max_model_len"] // self._size) if has_contents else 0,
             num_clients=planner.max_clients if planner else 0,
+            num_adapters=settings["engine"].get("max_cpu_loras", 0),
         )
+        limits = [settings["engine"].get(name, 0) for name in ("max_loras", "max_cpu_loras")]
+        self._adapters = AdapterMemory(*limits) if limits[0] else None
         self._writer.state["num_blocks"] = num_blocks
         self._contents = BlockContents(self._pool, self._writer.blocks) if has_contents else None
         self._exported: dict[str, ExportedRequest] = {}
@@ -95,7 +104,11 @@ class Exporter:
         self._steps: deque[StepInFlight] = deque()
         self._last_end_s = 0.0
         self._busy = False
-        self.publish()
+        try:
+            self.publish()
+        except Exception:
+            self._writer.close()
+            raise
 
     @property
     def failure(self) -> Exception | None:
@@ -106,15 +119,18 @@ class Exporter:
         """Publish the state after a step was planned."""
         self._update_slots()
         entries, sums = [], [0, 0, 0, 0, 0, 0, 0, 0]
+        drafted = output.scheduled_spec_decode_tokens
         for name, tokens in output.num_scheduled_tokens.items():
             entry = self._exported[name]
             sampled = 0 if entry.request.is_prefill_chunk else 1
-            entries.append((entry, sampled, tokens))
-            _add(sums, tokens, sampled, entry.request.num_computed_tokens - tokens)
+            drafts = len(drafted[name]) if name in drafted else 0
+            entries.append((entry, sampled, drafts, tokens))
+            _add(sums, tokens, sampled, drafts, entry.request.num_computed_tokens - tokens)
         if entries:
+            loads = self._adapters.use(_adapters_of(entries)) if self._adapters else (0, 0)
             self._num_planned += 1
             start_s = max(start_s, self._last_end_s) if not self._busy else self._last_end_s
-            self._steps.append(StepInFlight(output, start_s, entries, tuple(sums)))
+            self._steps.append(StepInFlight(output, start_s, entries, tuple(sums), loads))
             self._note_admissions(entries, start_s)
         self._publish()
 
@@ -133,8 +149,10 @@ class Exporter:
             start_s = max(step.start_s, self._last_end_s)
             self._last_end_s = now_s
             done = int(self._writer.state["num_steps"][0])
-            self._writer.add_step((done, start_s, now_s - start_s, *step.sums))
-            for entry, sampled, _ in step.entries:
+            self._writer.add_step((done, start_s, now_s - start_s, *step.sums), step.loads)
+            if self._scheduler.num_spec_tokens:
+                count_drafts(self._writer.state, step.entries, output, results)
+            for entry, sampled, *_ in step.entries:
                 if sampled and entry.first_token_s < 0 and entry.request.num_output_tokens > 0:
                     entry.first_token_s = now_s
                     state = self._writer.state
@@ -213,6 +231,7 @@ class Exporter:
             min_tokens=int(getattr(request.sampling_params, "min_tokens", 0) or 0),
             priority=int(request.priority),
             leg=self._leg(request),
+            adapter=_adapter_of(request),
             **facts,
         )
         return entry
@@ -242,8 +261,8 @@ class Exporter:
             reason=REASON_OF.get(request.status.name, "error"),
         )
 
-    def _note_admissions(self, entries: Iterable[tuple[ExportedRequest, int, int]], start_s: float) -> None:
-        for entry, _, tokens in entries:
+    def _note_admissions(self, entries: Iterable[tuple[ExportedRequest, int, int, int]], start_s: float) -> None:
+        for entry, *_, tokens in entries:
             if entry.runs:
                 continue
             entry.runs = True
@@ -257,9 +276,11 @@ class Exporter:
         writer, scheduler = self._writer, self._scheduler
         exported = self._exported
         running = [exported[one.request_id] for one in scheduler.running]
-        # vLLM admits requests that hold blocks first; a priority queue iterates in the order in which it is popped
-        holding = [exported[one.request_id] for one in getattr(scheduler, "kv_holding_waiting", ())]
-        waiting = [exported[one.request_id] for one in scheduler.waiting]
+        in_order, with_blocks = self._queues(scheduler)
+        queue = [exported[one.request_id] for one in in_order]
+        holding = [exported[one.request_id] for one in with_blocks]
+        slots = {entry.slot for entry in holding}
+        waiting = [entry for entry in queue if entry.slot not in slots] if slots else queue
         if self._has_connector:
             self._update_stages(running, holding, waiting)
         rows, size, write = memoryview(writer.live.view(np.uint8)), layout.LIVE.itemsize, layout.LIVE_ROW.pack_into
@@ -271,17 +292,18 @@ class Exporter:
                 if row != entry.row:
                     entry.row = row
                     write(rows, entry.slot * size, *row)
-        waiting[:0] = holding
         writer.running[: len(running)] = [entry.slot for entry in running]
-        writer.waiting[: len(waiting)] = [entry.slot for entry in waiting]
+        writer.waiting[: len(queue)] = [entry.slot for entry in queue]
         writer.held[: len(self._held)] = [entry.slot for entry in self._held]
         state = writer.state
-        state["num_running"], state["num_waiting"], state["num_held"] = len(running), len(waiting), len(self._held)
+        state["num_running"], state["num_waiting"], state["num_held"] = len(running), len(queue), len(self._held)
         state["num_free_blocks"] = self._pool.get_num_free_blocks()
         state["num_planned"] = self._num_planned
         state["num_preemptions"] = self._num_preemptions + sum(
             [entry.request.num_preemptions for entry in exported.values()]
         )
+        if self._adapters is not None:
+            state["num_adapters"] = self._adapters.write(writer.adapters)
         self._write_steps()
         self._write_memory()
         if self._contents is None:
@@ -295,7 +317,7 @@ class Exporter:
         state["num_in_flight"] = len(self._steps)
         for ahead, step in enumerate(self._steps):
             state["start_s"][0, ahead] = step.start_s
-            rows = [(entry.slot, sampled, tokens) for entry, sampled, tokens in step.entries if self._is_live(entry)]
+            rows = [(entry.slot, *part) for entry, *part in step.entries if self._is_live(entry)]
             state["num_scheduled"][0, ahead] = len(rows)
             batch[ahead, : len(rows)] = np.frombuffer(
                 b"".join(starmap(layout.SCHEDULED_ROW.pack, rows)), layout.SCHEDULED
@@ -371,8 +393,9 @@ class Exporter:
         return (
             entry.serial, request.num_output_tokens, request.num_computed_tokens, request.num_output_placeholders,
             request.num_in_flight_tokens, request.num_stale_output_tokens, len(held), full, entry.num_hashes,
-            request.num_preemptions, entry.hit_tokens, entry.prefill_tokens, entry.stage, entry.scheduled_s,
-            entry.first_token_s, entry.fetch_started_s, entry.fetch_ended_s, entry.held_until_s,
+            request.num_preemptions, entry.hit_tokens, entry.prefill_tokens, entry.stage,
+            len(request.spec_token_ids), 0, entry.scheduled_s, entry.first_token_s, entry.fetch_started_s,
+            entry.fetch_ended_s, entry.held_until_s,
         )  # fmt: skip
 
     def _put_blocks(self, entry: ExportedRequest, held: Any) -> None:
@@ -387,14 +410,25 @@ class Exporter:
             entry.num_tabled = len(held)
 
 
-def _add(sums: list[int], tokens: int, sampled: int, before: int) -> None:
+def _adapter_of(request: Any) -> str:
+    """Return the name of a request's LoRA adapter; empty for the base model."""
+    lora = getattr(request, "lora_request", None)
+    return "" if lora is None else str(lora.lora_name)
+
+
+def _adapters_of(entries: Iterable[tuple[ExportedRequest, int, int, int]]) -> list[str]:
+    """Return the adapters of a step's requests, each once, in the order of the step."""
+    return [name for name in dict.fromkeys(_adapter_of(entry.request) for entry, *_ in entries) if name]
+
+
+def _add(sums: list[int], tokens: int, sampled: int, drafts: int, before: int) -> None:
     """Count one request's part in a step: in the order of `layout.STEP`, from `num_tokens` on."""
     sums[0] += tokens
     sums[1] += sampled
-    if tokens == 1:
+    if tokens == 1 + drafts:
         sums[2] += 1
-        sums[4] += before + 1
-        sums[5] = max(sums[5], before + 1)
+        sums[4] += before + tokens
+        sums[5] = max(sums[5], before + tokens)
     else:
         sums[3] += 1
         sums[6] += tokens * tokens

@@ -9,6 +9,7 @@ from typing import Any
 
 from .exporter import Exporter
 from .settings import UnsupportedError, state_file
+from .vllm_version import running_version, warn_of_nearest
 
 log = logging.getLogger("vllm.block_export")
 
@@ -24,10 +25,13 @@ class Guard:
             self.exporter = Exporter(path, scheduler)
         except UnsupportedError as error:
             log.warning("block-vllm-export: %s; nothing is exported", error)
+        except AttributeError as error:  # another version of vLLM has another name
+            log.error("block-vllm-export: vLLM %s differs: %s; nothing is exported", running_version(), error)  # noqa: TRY400
         except Exception:  # whatever fails, the engine must start
             log.exception("block-vllm-export: cannot start; nothing is exported")
         else:
             atexit.register(self, "close")
+            warn_of_nearest()
             log.info("block-vllm-export: the scheduler's state is in %s", path)
 
     def __call__(self, action: str, *args: Any) -> None:

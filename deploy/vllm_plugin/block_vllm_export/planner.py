@@ -19,7 +19,7 @@ from .predictor.compiled import direct
 from .predictor.config import EngineConfig
 from .predictor.correction import Correction
 from .predictor.engine import Engine
-from .predictor.state import NONE, RUNNING, WAITING, State, new_request, widen
+from .predictor.state import EXPECTED, NONE, RUNNING, WAITING, State, new_request, widen
 from .predictor.step_time import StepTime
 from .writer import tenant_number
 from .xargs import facts_in
@@ -358,7 +358,7 @@ class StepPlanner:
         client = columns.get("client_id", "")
         self._facts[slot] = (
             columns.get("ttft_slo_s", math.nan), columns.get("tpot_slo_s", math.nan), columns.get("weight", 1.0),
-            tenant_number(client), columns.get("request_class", 0),
+            tenant_number(client), columns.get("request_class", 0), 0, 0,
         )  # fmt: skip
         if request.status.name in BLOCKED:
             self._blocked[request] = None
@@ -467,7 +467,7 @@ class StepPlanner:
                 continue
             request = self._requests[slot]
             self._before[count] = request.num_computed_tokens - tokens
-            self._batch[index, count] = (slot, 0 if request.is_prefill_chunk else 1, tokens)
+            self._batch[index, count] = (slot, tokens, 0 if request.is_prefill_chunk else 1, 0, EXPECTED, EXPECTED)
             count += 1
         self._steps["num_scheduled"][index] = count
         sum_up(self._state, self._before)

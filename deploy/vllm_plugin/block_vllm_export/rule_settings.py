@@ -9,13 +9,13 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from . import is_supported
 from .predictor.batching import settled
 from .predictor.config import EngineConfig
 from .predictor.profile import load_profile, profile_from_json
 from .predictor.step_time import StepTime
 from .predictor.suggestions import require_known
 from .settings import UnsupportedError, engine_settings, require_supported
+from .vllm_version import OF_BATCHING_RULES, has_batching_rules, running_version
 
 VARIABLE = "BLOCK_RULE"  # JSON, or the path of a JSON file
 KEY = "block_rule"  # in vLLM's --additional-config
@@ -93,10 +93,9 @@ def step_time_for(config: EngineConfig, profile: str | None) -> StepTime:
 
 def require_carried_out(scheduler: Any) -> None:
     """Refuse engines that would carry a plan out in another way, or of whose memory the plan knows too little."""
-    import vllm
-
-    if not is_supported(vllm.__version__):
-        raise UnsupportedError(f"vLLM {vllm.__version__} is not supported, only 0.32")
+    if not has_batching_rules():
+        known = ", ".join(f"{major}.{minor}" for major, minor in OF_BATCHING_RULES)
+        raise UnsupportedError(f"vLLM {running_version()} is not supported with a batching rule, only {known}")
     require_supported(scheduler)
     config = scheduler.vllm_config
     groups = scheduler.kv_cache_config.kv_cache_groups
@@ -104,13 +103,15 @@ def require_carried_out(scheduler: Any) -> None:
         "KV connectors": scheduler.connector is not None,
         "encoder connectors": scheduler.ec_connector is not None,
         "LoRA": bool(scheduler.lora_config),
+        "speculative decoding": bool(scheduler.num_spec_tokens),
         "encoder-decoder models": scheduler.is_encoder_decoder,
         "pipeline parallelism": config.parallel_config.pipeline_parallel_size > 1,
         "decode context parallelism": scheduler.dcp_world_size > 1,
         "sliding windows and hybrid models": [type(one.kv_cache_spec).__name__ for one in groups]
         != ["FullAttentionSpec"],
         "long_prefill_token_threshold_adaptive": bool(
-            scheduler.scheduler_config.long_prefill_token_threshold and scheduler.adaptive_long_prefill_threshold
+            scheduler.scheduler_config.long_prefill_token_threshold
+            and getattr(scheduler, "adaptive_long_prefill_threshold", False)
         ),
     }
     for what, is_used in refused.items():

@@ -1,4 +1,4 @@
-"""vLLM 0.32's rules, compared with an oracle that `tests/conformance` compares with vLLM itself."""
+"""vLLM's rules, compared with an oracle that `tests/conformance` compares with vLLM itself."""
 
 from __future__ import annotations
 
@@ -38,6 +38,22 @@ def test_a_long_prefill_is_cut_at_the_threshold_unless_alone() -> None:
     load = load_of("vllm_v1", (9, 1), (9, 1), long_prefill_token_threshold=4)
     assert scheduled(load) == [{"a": 4, "b": 4}, {"a": 4, "b": 4}, {"a": 1, "b": 1}]
     assert scheduled(load_of("vllm_v1", (9, 1), long_prefill_token_threshold=4)) == [{"a": 9}]
+
+
+def test_a_long_prefill_alone_was_cut_until_0_30() -> None:
+    """From 0.31 on the threshold does not apply to a request that is alone."""
+    load = load_of("vllm_v1", (9, 1), long_prefill_token_threshold=4, vllm_version="0.30.0")
+    assert scheduled(load) == [{"a": 4}, {"a": 4}, {"a": 1}]
+    assert scheduled(load_of("vllm_v1", (9, 1), long_prefill_token_threshold=4, vllm_version="0.31.0")) == [{"a": 9}]
+
+
+def test_an_adaptive_threshold_is_at_least_a_fair_share_of_a_step() -> None:
+    """Two requests get half of the tokens each, where the threshold is lower."""
+    load = load_of(
+        "vllm_v1", (9, 1), (9, 1), long_prefill_token_threshold=2, max_num_batched_tokens=12,
+        long_prefill_token_threshold_adaptive=True,
+    )  # fmt: skip
+    assert scheduled(load) == [{"a": 6, "b": 6}, {"a": 3, "b": 3}]
 
 
 def test_a_shared_prefix_is_computed_once() -> None:
@@ -84,3 +100,15 @@ def test_the_lowest_ranked_request_is_preempted_even_for_itself() -> None:
         enable_prefix_caching=False,
     )  # fmt: skip
     assert any(step["preempted"] == ["a"] and "a" not in step["scheduled"] for step in our_steps(load))
+
+
+@pytest.mark.parametrize(("version", "goes_on"), [("0.32.0", False), ("0.33.0", True)])
+def test_after_a_request_that_preempts_itself_the_others_go_on_since_0_33(version: str, goes_on: bool) -> None:
+    """Until 0.32 it ended the step, which others could have used."""
+    load = load_of(
+        "vllm_v1", (4, 9), (5, 8),
+        arrivals=[0, 1], priorities=[1, 0], scheduling_policy="priority", num_gpu_blocks=5, max_num_batched_tokens=12,
+        enable_prefix_caching=False, vllm_version=version,
+    )  # fmt: skip
+    (step,) = [step for step in our_steps(load) if step["preempted"] == ["a"]]
+    assert step["scheduled"] == ({"b": 1} if goes_on else {})

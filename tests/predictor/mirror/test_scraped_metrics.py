@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from predictor.mirror.scraped_metrics import ScrapedMetrics, parse_max_model_len, parse_metrics
+from predictor.mirror.scraped_metrics import ScrapedMetrics, parse_max_model_len, parse_metrics, parse_version
+from predictor.speculation import DraftTotals
 
 TEXT = """# HELP vllm:num_requests_running Number of requests in model execution batches.
 vllm:num_requests_running{engine="0",model_name="a, \\"b\\""} 3.0
@@ -35,6 +36,44 @@ def test_an_engine_that_fetches_kv_blocks_is_known_by_its_metrics() -> None:
     assert (metrics.fetching, metrics.settings) == (4, {"kv_role": "kv_both"})
 
 
+DRAFTS = """vllm:generation_tokens_total{engine="0"} 5000.0
+vllm:spec_decode_num_drafts_total{engine="0"} 1000.0
+vllm:spec_decode_num_draft_tokens_total{engine="0"} 2000.0
+vllm:spec_decode_num_accepted_tokens_total{engine="0"} 900.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="0"} 600.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="1"} 300.0
+"""
+
+
+def test_counters_of_speculative_decoding_are_read() -> None:
+    """The positions tell how many tokens a draft has, and tokens that no draft brought how often there was none."""
+    metrics = parse_metrics(DRAFTS)
+    assert metrics.drafts == DraftTotals(num_drafts=1000, num_draft_tokens=2000, accepted=(600, 300), num_chances=4100)
+    assert metrics.settings == {"speculative_method": "eagle", "num_speculative_tokens": 2}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        DRAFTS.replace('position="0"', 'position="5"'),
+        DRAFTS.replace('position="0"', 'position="x"'),
+        DRAFTS.replace("num_drafts_total", "num_x_total"),
+        DRAFTS.replace(" 600.0", " 9e9"),
+        DRAFTS.replace(" 600.0", " NaN"),
+    ],
+)
+def test_inconsistent_counters_of_drafts_are_left_out(text: str) -> None:
+    """Without all positions, or with more accepted than drafted, nothing can be learnt."""
+    metrics = parse_metrics(text)
+    assert (metrics.drafts, metrics.settings) == (None, {})
+
+
+def test_speculation_beside_a_connector_is_not_assumed() -> None:
+    """The engine model has no legs with draft tokens; the mirror goes on without them."""
+    stage = 'vllm:num_requests_kv_fetch_by_stage{stage="in_progress"} 1.0'
+    assert parse_metrics(f"{DRAFTS}{stage}").settings == {"kv_role": "kv_both"}
+
+
 @pytest.mark.parametrize(
     "text", ["", "garbage\n\x00", "vllm:num_requests_running{ 1", 'vllm:cache_config_info{block_size="None"} 1']
 )
@@ -62,3 +101,15 @@ def test_lower_or_newer_counters_show_a_restart() -> None:
 def test_max_model_len_is_parsed(body: bytes, length: int | None) -> None:
     """The largest of all models counts."""
     assert parse_max_model_len(body) == length
+
+
+@pytest.mark.parametrize(
+    ("body", "version"),
+    [
+        (b'{"version": "0.31.0"}', "0.31.0"), (b'{"version": 0.31}', ""), (b'{"v": "0.31.0"}', ""), (b"[]", ""),
+        (b"no JSON", ""), (b"\xff", ""),
+    ],
+)  # fmt: skip
+def test_a_version_is_parsed(body: bytes, version: str) -> None:
+    """What is no text is no version."""
+    assert parse_version(body) == version

@@ -17,7 +17,7 @@ import pytest
 from predictor.engine_replica import EngineReplica
 from predictor.forecast import Forecaster
 from predictor.request import DECODE, PREFILL, SERVE, RequestFacts
-from services.emulator.app import VERSION
+from services.emulator.app import version_of
 from services.emulator.driver import Driver
 from services.emulator.kv_transfers import EmulatedConnector
 from services.emulator.openai import COMPLETION, ParsedRequest, Served, request_from
@@ -125,7 +125,7 @@ class EmulatedCluster:
             tasks = []
             for index, spec in enumerate(self.specs):
                 config = replace(spec.config, kv_lease_s=LEASE_S / SPEED)
-                connector = EmulatedConnector(config, MODEL, VERSION, host="127.0.0.1", port=index + 1)
+                connector = EmulatedConnector(config, MODEL, version_of(config), host="127.0.0.1", port=index + 1)
                 held[connector.leases.engine_id] = connector.side_channel._held
                 settings = EmulatorSettings(model=MODEL, state_file=str(self.file_of(index)), speed=SPEED)
                 driver = application(settings, config, A30, connector).driver

@@ -63,13 +63,20 @@ def lines(client: httpx.Client, body: dict[str, Any]) -> Any:
         replace(CONFIG, num_gpu_blocks=60, async_scheduling=True),
         replace(CONFIG, num_gpu_blocks=60, scheduling_policy="priority"),
         replace(CONFIG, enable_prefix_caching=False, max_num_seqs=4),
+        replace(CONFIG, num_gpu_blocks=60, speculative_method="ngram", num_speculative_tokens=3),
+        replace(
+            CONFIG, num_gpu_blocks=60, speculative_method="eagle", num_speculative_tokens=2, async_scheduling=True
+        ),
         EngineConfig(batcher="vllm_v0", max_num_seqs=16, num_gpu_blocks=60, max_model_len=256),
         EngineConfig(batcher="lightllm", max_num_seqs=16, num_gpu_blocks=60, max_model_len=256),
         replace(CONFIG, batcher="weighted_vtc", num_gpu_blocks=60),
         replace(CONFIG, batcher="fair_batching", estimator_momentum=0.9, estimator_factor=1.3, estimator_noise=0.2),
     ],
-    ids=["v1", "async, tight", "priority, tight", "no prefix cache", "v0", "lightllm", "clients", "correction"],
-)
+    ids=[
+        "v1", "async, tight", "priority, tight", "no prefix cache", "ngram, tight", "eagle, async, tight", "v0", "lightllm", "clients",
+        "correction",
+    ],
+)  # fmt: skip
 def test_the_state_file_shows_the_engines_state(tmp_path: Path, config: EngineConfig) -> None:
     """At any moment, preempted and cached or not, a reader sees the engine's own state."""
     with emulated(tmp_path, config, speed=30.0) as engine, ThreadPoolExecutor(24) as clients:

@@ -50,17 +50,24 @@ class Picking:
 async def picking(
     *answers: Answer,
     roles: tuple[str, ...] = (),
+    ranks: bool = False,
     settings: Mapping[str, Any] | None = None,
     tracer: Any = None,
     **scheduler: Any,
 ) -> AsyncIterator[Picking]:
-    """Run a picker over an instance for each answer of an engine; instances are called a, b and so on."""
+    """Run a picker over an instance for each answer of an engine; instances are called a, b and so on.
+
+    With `ranks` they are data-parallel ranks of the first engine.
+    """
     async with AsyncExitStack() as stack:
         stubs = await stack.enter_async_context(sidecars(*"abcdefgh"[: len(answers)]))
         behind = await stack.enter_async_context(engines(*answers))
         for number, (stub, engine) in enumerate(zip(stubs, behind, strict=True)):
             stub.engine_url, stub.models = engine.url, (MODEL,)
             stub.role = roles[number] if roles else "both"
+            stub.rank = number if ranks else None
+            if ranks:
+                stub.engine_url = behind[0].url
         running = await stack.enter_async_context(
             serving(
                 PickerSettings(**{"secure_serving": False, "schedule_s": 2 * PATIENCE_S, **(settings or {})}),

@@ -378,3 +378,30 @@ def test_an_escaped_path_is_that_of_a_completion() -> None:
             assert here.metric("block_picker_picks_total", how="placed") == 1
 
     run(test)
+
+
+def test_the_rank_that_was_chosen_is_in_a_header() -> None:
+    """The only endpoint serves all ranks; whatever rank the client names is overwritten."""
+
+    async def test() -> None:
+        async with picking(completes, completes, completes, ranks=True) as here:
+            one = await ask(here, {**head(), "x-data-parallel-rank": "7"})
+            assert chosen(one.received[0]) == here.endpoints[:1]
+            headers = set_headers(one.received[0].request_headers.response.header_mutation)
+            served = [sidecar.rank for sidecar in here.sidecars if sidecar.held]
+            assert [headers["x-data-parallel-rank"]] == [str(rank) for rank in served]
+
+    run(test)
+
+
+def test_with_the_engine_s_own_balancing_no_rank_is_named() -> None:
+    """The request is reserved at a rank nevertheless."""
+
+    async def test() -> None:
+        async with picking(completes, completes, ranks=True, data_parallel_balancing="engine") as here:
+            one = await ask(here)
+            headers = set_headers(one.received[0].request_headers.response.header_mutation)
+            assert "x-data-parallel-rank" not in headers
+            assert reserved(here)
+
+    run(test)

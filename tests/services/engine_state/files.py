@@ -39,7 +39,7 @@ def busy(writer: Writer) -> Writer:
     writer.live["num_blocks"][[0, 1]] = (3, 2)
     writer.live["full_blocks"][[0, 1]] = (2, 1)
     writer.live["num_hashes"][[0, 1]] = (2, 1)
-    writer.batch[0, :2] = [(1, 1, 1), (0, 1, 1)]
+    writer.batch[0, :2] = [(1, 1, 0, 1), (0, 1, 0, 1)]
     state = writer.state
     state["num_running"], state["num_waiting"], state["num_in_flight"], state["num_free_blocks"] = 2, 1, 1, 27
     state["num_scheduled"][0, 0] = 2

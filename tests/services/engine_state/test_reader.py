@@ -553,8 +553,8 @@ def test_paths_without_a_file_are_refused(path: Path) -> None:
 @pytest.mark.parametrize(
     ("offset", "patch", "reason", "message"),
     [
-        (8, struct.pack("<I", 3), FOREIGN, "format version 3, older than the 4 read here: install"),
-        (8, struct.pack("<I", 5), FOREIGN, "format version 5, newer than the 4 read here: update"),
+        (8, struct.pack("<I", 4), FOREIGN, "format version 4, older than the 5 read here: install"),
+        (8, struct.pack("<I", 6), FOREIGN, "format version 6, newer than the 5 read here: update"),
         (56, bytes(16), ENDED, "before this machine started"),
         (80, struct.pack("<Q", 1), CORRUPT, "bytes long"),
         (88, struct.pack("<Q", 1 << 40), CORRUPT, "table"),

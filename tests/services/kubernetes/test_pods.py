@@ -182,3 +182,19 @@ def test_the_reason_for_no_instance_names_what_to_look_at() -> None:
     assert reason_for_none([], "app=vllm", "llm") == "no pod in namespace llm matches app=vllm"
     pods = [pod_from(pod("b", "1.2.3.4", deleted=True)), pod_from(pod("a", "", ready=False))]
     assert "2 of 2 pods that match app=vllm are not ready: a is not ready" in reason_for_none(pods, "app=vllm", "llm")
+
+
+def test_one_port_may_serve_several_ranks() -> None:
+    """Each is an instance that requests name; with a port for each rank there is nothing to name."""
+    item = pod("vllm-0", "10.0.0.7", annotations={"block-serving/data-parallel-size": "3"})
+    found = instances(item, (8000,))
+    assert [(one.instance_id, one.data_parallel_rank) for one in found] == [
+        (f"vllm-0-rank-{rank}", rank) for rank in range(3)
+    ]
+    assert {one.engine_url for one in found} == {"http://10.0.0.7:8000"}
+    assert [one.data_parallel_rank for one in instances(pod("vllm-0", "10.0.0.7"), (8000, 8001))] == [None, None]
+    with pytest.raises(ValueError, match="data-parallel-size: goes with one port, and the pool has 2"):
+        instances(item, (8000, 8001))
+    for text in ("0", "four", "257", "-1"):
+        with pytest.raises(ValueError, match="data-parallel-size: must be a whole number from 1 to 256"):
+            instances(pod("vllm-0", "10.0.0.7", annotations={"block-serving/data-parallel-size": text}), (8000,))

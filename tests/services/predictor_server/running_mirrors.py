@@ -29,7 +29,13 @@ from tests.services.predictor_server.running_sidecars import A30, NAME, SidecarC
 from tests.services.waiting import PATIENCE_S
 
 ENGINE = {"max_num_seqs": 16, "max_num_batched_tokens": 512, "enable_prefix_caching": False}
-OWN_PATHS = (b" /metrics ", b" /v1/models ", b" /health ", b" /tokenize ")  # that the sidecar itself requests
+OWN_PATHS = (
+    b" /metrics ",
+    b" /v1/models ",
+    b" /health ",
+    b" /tokenize ",
+    b" /version ",
+)  # that the sidecar itself requests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

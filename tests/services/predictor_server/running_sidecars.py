@@ -15,6 +15,7 @@ import grpc
 import numpy as np
 from prometheus_client import CollectorRegistry
 
+from predictor.config import EngineConfig
 from predictor.profile import load_profile
 from protos.block.v1 import common_pb2, predictor_pb2, predictor_pb2_grpc
 from services.engine_state.writer import Writer
@@ -23,7 +24,7 @@ from services.predictor_server.service import PredictorService
 from services.predictor_server.settings import SidecarSettings
 from services.predictor_server.sidecar import Sidecar
 from services.rpc.server import ServerSettings, serving
-from tests.services.engine_state.files import writer_at
+from tests.services.engine_state.files import CONFIG, writer_at
 from tests.services.waiting import PATIENCE_S
 
 A30 = load_profile("llama-2-7b-a30")
@@ -87,9 +88,9 @@ def request(
     )
 
 
-def idle_engine(path: Path) -> Writer:
+def idle_engine(path: Path, config: EngineConfig = CONFIG) -> Writer:
     """Write the state file of an engine without requests."""
-    writer = writer_at(path)
+    writer = writer_at(path, config)
     writer.blocks["reuse"] = np.arange(1, 33)
     writer.publish()
     return writer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import grpc
@@ -12,15 +12,17 @@ import numpy as np
 import pytest
 
 from predictor.forecast import Forecaster
-from predictor.lengths import Tag
+from predictor.lengths import DEFAULT_RESIDUAL, Tag
 from predictor.request import RequestFacts
 from predictor.snapshot import VERSION
 from predictor.snapshot_conversion import engine_from
 from protos.block.v1 import common_pb2, predictor_pb2
 from services.engine_state.reader import Reader
 from services.engine_state.snapshot import snapshot_from_view
+from services.engine_state.writer import Writer
+from services.predictor_server.exported import ExportedEngine
 from simulator.codec import snapshot_from
-from tests.services.engine_state.files import VTC, busy, counting, writer_at
+from tests.services.engine_state.files import CONFIG, VTC, busy, counting, writer_at
 from tests.services.predictor_server.running_sidecars import (
     A30,
     NAME,
@@ -74,6 +76,35 @@ def test_forecasts_equal_those_from_the_snapshot(tmp_path: Path) -> None:
 
     run(test())
     writer.close()
+
+
+def test_the_acceptance_of_draft_tokens_is_learnt_from_the_counters(tmp_path: Path) -> None:
+    """Forecasts expect what the engine has accepted so far, and say so; an engine that restarts is learnt again."""
+    config = replace(CONFIG, speculative_method="ngram", num_speculative_tokens=3)
+    writer = busy(writer_at(tmp_path / "state", config))
+    source = ExportedEngine(str(tmp_path / "state"), A30, DEFAULT_RESIDUAL, 60.0)
+    candidate = RequestFacts(request_id="r", prompt_tokens=20, output_tokens=60, max_tokens=60)
+    view = source.refresh()
+    (before,) = view.forecaster.forecast([candidate], view.now_s)
+    assert view.approximations == ("speculation (ngram): acceptance 0.39 as configured, no drafts seen",)
+    state = writer.state
+    state["num_drafts"], state["num_draft_tokens"], state["num_draft_chances"] = 10_000, 30_000, 20_000
+    state["num_accepted"][0, :3] = (1_000, 100, 10)
+    writer.publish()
+    view = source.refresh()
+    (after,) = view.forecaster.forecast([candidate], view.now_s)
+    expected = view.engine.expected_drafts
+    assert expected.accepted == pytest.approx((0, 0.1, 0.11, 0.111), abs=0.005)
+    assert (expected.proposal_share, expected.proposed_tokens) == (pytest.approx(0.5, abs=0.01), 3)
+    assert view.approximations == (
+        "speculation (ngram): acceptance 0.04 learnt from 10,000 drafts, proposed in 0.50 of steps",
+    )
+    assert after.e2e_s > 1.5 * before.e2e_s
+    writer.close()
+    busy(again := writer_at(tmp_path / "state", config))
+    assert source.refresh().approximations[0].endswith("no drafts seen")
+    again.close()
+    source.close()
 
 
 def test_lengths_come_from_reservations_and_then_from_the_requests(tmp_path: Path) -> None:
@@ -239,6 +270,52 @@ def test_it_follows_an_engine_over_start_end_and_restart(tmp_path: Path) -> None
             await client.until(lambda response: response.state == DOWN)
 
     run(test())
+
+
+def test_an_engine_that_is_upgraded_returns_with_the_rules_of_its_version(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In 0.30 a long prompt is cut even where it is alone; a version that is not known is served with a warning."""
+    path = tmp_path / "state"
+
+    async def test() -> None:
+        async with sidecar_of(path) as client:
+            ttft_s, named = {}, {}
+            for version in ("0.30.0", "0.31.0", "0.34.0"):
+                config = replace(CONFIG, long_prefill_token_threshold=20, vllm_version=version)
+                writer = idle_engine(path, config)
+                await client.until(lambda response: response.state == READY)
+                forecast = await client.forecast(request("x", 200, 1))
+                ttft_s[version], named[version] = forecast.ttft_s, list(forecast.approximations)
+                writer.close()
+                await client.until(lambda response: response.state in (STARTING, DOWN))
+            assert ttft_s["0.30.0"] > 5 * ttft_s["0.31.0"]
+            assert ttft_s["0.34.0"] == pytest.approx(ttft_s["0.31.0"])
+            assert named["0.31.0"] == []
+            assert named["0.34.0"] == ["vLLM 0.34 is not known, and is forecast by the rules of 0.33"]
+
+    with caplog.at_level("WARNING"):
+        run(test())
+    known = [record for record in caplog.records if "nearest rules" in record.message]
+    assert len(known) == 1
+
+
+def test_an_engine_of_no_version_is_down(tmp_path: Path) -> None:
+    """The reason names the setting."""
+    writer = Writer(
+        str(tmp_path / "state"), {"engine": {**asdict(CONFIG), "vllm_version": "unknown"}}, num_slots=8, num_blocks=32,
+        blocks_per_request=16,
+    )  # fmt: skip
+    writer.publish()
+
+    async def test() -> None:
+        async with sidecar_of(tmp_path / "state") as client:
+            await client.until(lambda response: response.state == DOWN)
+            reason = (await client.reserve(request())).prediction.refusal.reason
+            assert "settings.engine.vllm_version: 'unknown' is not a version of vLLM such as 0.32.0" in reason
+
+    run(test())
+    writer.close()
 
 
 def test_an_engine_whose_step_does_not_end_is_down(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,7 +22,7 @@ from services.predictor_server.exported import ExportedEngine
 from tests.ports import free_port
 from tests.services.cli.running import refusal
 from tests.services.emulator.running import A30, MODEL, Emulated, emulated, process
-from tests.services.predictor_server.running_mirrors import MirrorClient, forecast_by, mirror_of
+from tests.services.predictor_server.running_mirrors import ENGINE, MirrorClient, forecast_by, mirror_of
 from tests.services.predictor_server.running_sidecars import NEVER_S, READY, request, run
 from tests.services.waiting import PATIENCE_S
 
@@ -147,6 +148,29 @@ def test_the_source_of_its_state_is_reported(tmp_path: Path, caplog: pytest.LogC
             assert any(line.message == "engine is mirrored from its traffic" for line in caplog.records)
 
     with caplog.at_level("INFO"), emulated(tmp_path, CONFIG, state_file="", speed=100.0) as engine:
+        run(test(engine))
+
+
+@pytest.mark.parametrize(
+    ("engine_version", "configured", "version"),
+    [
+        ("", {}, "0.32.0+block.emulator"),
+        ("0.30.0", {}, "0.30.0+block.emulator"),
+        ("", {"vllm_version": "0.29"}, "0.29"),
+    ],
+)
+def test_the_version_is_that_of_the_engine_unless_it_is_configured(
+    engine_version: str, configured: dict[str, str], version: str, tmp_path: Path
+) -> None:
+    """It comes from `/version`, and decides by which rules the engine is forecast."""
+
+    async def test(engine: Emulated) -> None:
+        async with mirror_of(url_of(engine), speed=100.0, engine={**ENGINE, **configured}) as client:
+            await client.rpc.until(lambda response: response.state == READY)
+            assert client.mirror.source.config.vllm_version == version
+
+    config = replace(CONFIG, vllm_version=engine_version)
+    with emulated(tmp_path, config, state_file="", speed=100.0) as engine:
         run(test(engine))
 
 

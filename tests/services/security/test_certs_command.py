@@ -69,6 +69,10 @@ def test_a_valid_ca_is_never_replaced(tmp_path: Path) -> None:
     (tmp_path / "ca.key").unlink()
     assert "ca.key is missing" in refusal("certs", str(tmp_path), "--part", "engine")
     (tmp_path / "ca.key").write_bytes(key)
+    (tmp_path / "ca.crt").unlink()
+    assert "ca.crt is missing" in refusal("certs", str(tmp_path), "--part", "engine")
+    assert (tmp_path / "ca.key").read_bytes() == key
+    (tmp_path / "ca.crt").write_bytes(ca)
     answer("certs", str(tmp_path), "--part", "engine")
     assert (tmp_path / "ca.crt").read_bytes() == ca
 
