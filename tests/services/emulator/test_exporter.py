@@ -43,7 +43,8 @@ def viewed(path: Path, engine: Engine) -> View:
         request = engine.request_in(slot)
         _, max_tokens = engine.lengths(request)
         asked: Any = SimpleNamespace(max_tokens=max_tokens, min_tokens=0, facts={})
-        job: Any = SimpleNamespace(slot=slot, serial=serial, engine_id=name, request=asked)
+        arrived_s = engine.request_in(slot).arrival_s
+        job: Any = SimpleNamespace(slot=slot, serial=serial, engine_id=name, request=asked, arrived_s=arrived_s)
         exporter.arrived(job, ())
     exporter.publish()
     reader = Reader(str(path))
@@ -113,7 +114,8 @@ def test_a_replica_goes_on_with_transfers(tmp_path: Path, num_steps: int) -> Non
     exporter = EngineStateExporter(str(tmp_path / "state"), engine, EngineClock(1.0), contents=None, about={})
     for serial, (name, slot) in enumerate(engine.slots.items(), 1):
         asked: Any = SimpleNamespace(max_tokens=engine.lengths(engine.request_in(slot))[1], min_tokens=0, facts={})
-        job: Any = SimpleNamespace(slot=slot, serial=serial, engine_id=name, request=asked)
+        arrived_s = engine.request_in(slot).arrival_s
+        job: Any = SimpleNamespace(slot=slot, serial=serial, engine_id=name, request=asked, arrived_s=arrived_s)
         exporter.arrived(job, ())
     stages: set[int] = set()
     for _ in range(num_steps):
