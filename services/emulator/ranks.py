@@ -125,6 +125,11 @@ class RankDrivers:
         for one in self.drivers:
             one.hang(hangs=hangs)
 
+    def load_adapter(self, name: str) -> None:
+        """Bring an adapter into the memory of all ranks."""
+        for driver in self.drivers:
+            driver.load_adapter(name)
+
     def slow(self, factor: float) -> None:
         """Multiply the times of all steps."""
         for one in self.drivers:
