@@ -120,11 +120,6 @@ class RankDrivers:
         if driver is not None:
             driver.abort(job)
 
-    def load_adapter(self, name: str) -> None:
-        """Bring an adapter into the memory of all ranks."""
-        for one in self.drivers:
-            one.load_adapter(name)
-
     def hang(self, *, hangs: bool) -> None:
         """Stop the engine, or let it continue."""
         for one in self.drivers:
