@@ -203,5 +203,5 @@ class LockstepForecaster(Forecaster):
         self._keep_shared(None)
 
     def _simulate_beside(self, *arguments: Any) -> None:
-        more = (self._least_s[: self._num_least], self._end_s, self._younger_s)
+        more: tuple[Any, ...] = (self._least_s[: self._num_least], self._end_s, self._younger_s)
         simulate(*arguments, *more)
