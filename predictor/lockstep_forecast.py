@@ -39,7 +39,7 @@ def record_passes(workspace: State, source: State, seconds: np.ndarray) -> int:
     while count < len(seconds):
         engine.steady = 0
         num_steps = engine.num_steps
-        loop.drive(state, np.inf, num_steps + 1, unwatched)
+        loop.drive(state, np.inf, num_steps + 1, unwatched)  # type: ignore[arg-type]  # numba's integers
         if engine.num_steps == num_steps:
             break
         last = state.steps[(engine.oldest + engine.num_in_flight - 1) % 2]
@@ -203,4 +203,5 @@ class LockstepForecaster(Forecaster):
         self._keep_shared(None)
 
     def _simulate_beside(self, *arguments: Any) -> None:
-        simulate(*arguments, self._least_s[: self._num_least], self._end_s, self._younger_s)
+        more: tuple[Any, ...] = (self._least_s[: self._num_least], self._end_s, self._younger_s)
+        simulate(*arguments, *more)

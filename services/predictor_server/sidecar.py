@@ -218,6 +218,9 @@ class Sidecar:
     def _end_unseen(self, ended: Sequence[EndedRequest]) -> None:
         """End the reservations of requests that arrived and ended between two refreshes."""
         unseen = [one.request_id for one in ended if one.request_id in self.reservations]
+        if self.ranks is not None:
+            others = [one.request_id for one in ended if one.completed and one.request_id not in self.reservations]
+            self.ranks.shown(self, others)
         for request_id in unseen:
             self.source.release(request_id)
         self._end_shown(unseen)
