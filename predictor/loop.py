@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from predictor import blocks, estimator, queues, remote_kv, steps
+from predictor import adapters, blocks, estimator, queues, remote_kv, steps
 from predictor.batching import fill
 from predictor.compiled import inner_kernel, kernel, small_kernel
 from predictor.state import AT_SETBACK, FINISHED, NEVER, PLAIN_LAYOUT, State
@@ -129,15 +129,20 @@ def has_tail_ahead(state: State) -> bool:
     num_seats = engine.max_num_seqs - engine.num_running
     if engine.orders_queue or engine.num_waiting <= num_seats:
         return False
-    return not engine.fetches or num_waiting_for_seats(state) > num_seats
+    return not (engine.fetches or engine.max_loras > 0) or num_waiting_for_seats(state) > num_seats
 
 
 @kernel
 def num_waiting_for_seats(state: State) -> int:
-    """Return how many waiting requests run once they are admitted; the others fetch their KV blocks first."""
-    count = 0
+    """Return how many waiting requests certainly run once the scheduler reaches them.
+
+    The others fetch their KV blocks first, or may be passed over because of their adapters.
+    """
+    count, has_adapters = 0, state.engine[0].max_loras > 0
     for position in range(state.engine[0].num_waiting):
-        count += remote_kv.takes_seat(state, queues.waiting_at(state, position))
+        slot = queues.waiting_at(state, position)
+        may_be_passed = has_adapters and state.facts[slot].adapter != adapters.NO_ADAPTER
+        count += remote_kv.takes_seat(state, slot) and not may_be_passed
     return count
 
 
@@ -426,6 +431,8 @@ def repeat(state: State, num_repeats: int) -> None:
         step.end_s = engine.now_s + last_s
     if engine.prefix_caching:
         _allocate_in_order(state, num_repeats)
+    if engine.max_loras > 0:
+        adapters.use_running(state)
     num_finished = 0
     for position in range(engine.num_running):
         slot = state.running[position]

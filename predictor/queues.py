@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from predictor import blocks, remote_kv
+from predictor import blocks, encoder_inputs, remote_kv
 from predictor.compiled import kernel, small_kernel
 from predictor.state import (
     DECODE_LEG,
@@ -136,6 +136,8 @@ def preempt(state: State, position: int) -> int:
     for moved in range(position, engine.num_running):
         state.running[moved] = state.running[moved + 1]
     in_host_memory = blocks.release(state, slot)
+    if encoder_inputs.has_some(state, slot):
+        encoder_inputs.release(state, slot)
     request = state.requests[slot]
     step = state.steps[at(engine.oldest, engine.num_in_flight, 2)]
     if engine.kv_layout == PLAIN_LAYOUT:
@@ -177,6 +179,8 @@ def finish(state: State, slot: int) -> None:
         engine.steady = 0
     request.status = FINISHED
     request.finished_s = engine.now_s
+    if encoder_inputs.has_some(state, slot):
+        encoder_inputs.release(state, slot)
     if remote_kv.is_under_way(request.stage):  # blocks are written to until its transfer ends
         return
     if engine.is_sglang and request.num_blocks > 0:
@@ -195,6 +199,8 @@ def complete(state: State, slot: int) -> None:
     state.engine[0].steady = 0
     request.status = FINISHED
     request.finished_s = state.engine[0].now_s
+    if encoder_inputs.has_some(state, slot):
+        encoder_inputs.release(state, slot)
     remote_kv.hold(state, slot)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from predictor import blocks, estimator, queues
+from predictor import adapters, blocks, encoder_inputs, estimator, queues
 from predictor.compiled import kernel, small_kernel
 from predictor.state import EXPECTED, FINISHED, PENDING, RUNNING, WAITING, State
 from predictor.step_time import is_measured, region_of, step_seconds
@@ -22,6 +22,7 @@ def begin(state: State) -> None:
     step = state.steps[current(state)]
     step.num_scheduled = 0
     step.num_preempted = step.num_swapped = 0
+    step.extra_s = 0.0
 
 
 @small_kernel
@@ -75,6 +76,10 @@ def launch(state: State) -> None:
     index = current(state)
     step = state.steps[index]
     clear_sums(step)
+    if engine.max_loras > 0:
+        step.extra_s += adapters.load_for_step(state)
+    if engine.max_encoder_tokens > 0:
+        step.extra_s += encoder_inputs.tokens_of_step(state) * engine.encoder_token_s
     for position in range(step.num_scheduled):
         entry = state.batch[index, position]
         request = state.requests[entry.slot]
@@ -126,6 +131,7 @@ def put_in_flight(state: State, start_s: float) -> None:
         engine.unmeasured_s += seconds
     if step.num_swapped > 0:  # the copies run beside the step
         step.end_s = max(step.end_s, step.start_s + step.num_swapped * engine.swap_token_s)
+    step.end_s += step.extra_s
     engine.num_in_flight += 1
 
 
@@ -188,7 +194,11 @@ def retire(state: State) -> None:
         stale = request.stale_tokens > 0
         if stale:
             request.stale_tokens -= entry.tokens
-        if request.status == FINISHED or not entry.sampled or (stale and engine.drops_stale):
+        if request.status == FINISHED or (stale and engine.drops_stale):
+            continue
+        if encoder_inputs.has_some(state, entry.slot):
+            encoder_inputs.release_computed(state, entry.slot)
+        if not entry.sampled:
             continue
         engine.fruitless_preemptions = 0
         num_tokens = take_tokens(state, entry, stale)

@@ -70,6 +70,7 @@ class Batcher:
     speculates: bool = False  # it schedules draft tokens
     plans: bool = False  # a real vLLM can carry its plans out
     estimates: bool = False  # it estimates step times
+    has_inputs: bool = False  # it limits the adapters, and the inputs of an encoder, in a step as vLLM does
     max_clients: int = 0  # whose tokens it counts
     count_served: Callable[[State], None] | None = None  # counts what a step serves; where it only plans, called after
     options: tuple[BatcherOption, ...] = ()  # in the order in which the engine's state has them
@@ -145,6 +146,7 @@ BATCHERS = {
     "vllm_v1": Batcher(
         schedule=vllm_v1.schedule,
         fetches=True,
+        has_inputs=True,
         speculates=True,
         null_blocks=1,
         defaults={
@@ -266,7 +268,7 @@ BATCHERS = {
 }
 
 
-def settled(config: EngineConfig) -> EngineConfig:
+def settled(config: EngineConfig) -> EngineConfig:  # noqa: C901, PLR0912 - one check after the other
     """Return the configuration with its local scheduler's rules filled in; refuse rules that it does not support."""
     batcher = batcher_named(config.batcher)
     for name, value in batcher.fixed.items():
@@ -280,6 +282,13 @@ def settled(config: EngineConfig) -> EngineConfig:
         raise ValueError(f"kv_layout: {config.batcher} supports only {supported}, not {config.kv_layout}")
     if config.kv_role in FETCHING_ROLES and not batcher.fetches:
         raise ValueError(f"kv_role: {config.batcher} serves no decode legs, so it must be empty or kv_producer")
+    for name in ("max_loras", "max_num_encoder_input_tokens"):
+        if getattr(config, name) and not batcher.has_inputs:
+            raise ValueError(f"{name}: {config.batcher} does not limit it, so it must be 0")
+    if config.max_num_encoder_input_tokens and config.kv_layout != PLAIN:
+        raise ValueError(f"max_num_encoder_input_tokens: needs kv_layout plain, not {config.kv_layout}")
+    if config.max_num_encoder_input_tokens and config.num_prefill_lookahead_tokens:
+        raise ValueError("num_prefill_lookahead_tokens: is not modelled with max_num_encoder_input_tokens")
     if config.speculative_method and not batcher.speculates:
         raise ValueError(f"speculative_method: {config.batcher} does not schedule draft tokens, so it must be empty")
     fixed_by_layout = LAYOUT_RULES[config.kv_layout]

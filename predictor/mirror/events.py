@@ -26,16 +26,20 @@ class RequestArrived:
     priority: int = 0
     streamed: bool = False
     leg: str = SERVE  # as far as the request says
+    token_ids: tuple[int, ...] = ()  # of the prompt, where the client sent them
+    cached_at: int | None = None  # the moment of the index of cached blocks
     prompt: int = 0  # the number of its prompt, where the client's request has several
     sequence: int = 0  # the number of its response to that prompt
+    model: str = ""  # that it names; a LoRA adapter has its own name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptCounted:
-    """The real prompt length of a request became known."""
+    """The real prompt length of a request became known, and its tokens where they matter."""
 
     name: str
     prompt_tokens: int
+    token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +76,13 @@ class MetricsScraped:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AdaptersRead:
+    """The LoRA adapters that the engine lists became known."""
+
+    adapters: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelLengthRead:
     """The engine's max_model_len became known."""
 
@@ -103,6 +114,7 @@ MirrorEvent = (
     | ModelLengthRead
     | VersionRead
     | EngineIdentified
+    | AdaptersRead
 )
 # these may have to be applied before any request
 SETTINGS_EVENTS = (EngineIdentified, MetricsScraped, ModelLengthRead, VersionRead)

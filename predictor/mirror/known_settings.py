@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from predictor.batching import batcher_named
 from predictor.config import EngineConfig
 from predictor.generic_estimate import GenericEstimator, is_generic
 from predictor.mirror.engine_kinds import (
@@ -23,6 +24,7 @@ from predictor.mirror.events import EngineIdentified, ModelLengthRead, VersionRe
 from predictor.profile import Profile
 from predictor.step_time import StepTime
 
+DEFAULT_BATCHER = EngineConfig().batcher
 RELEARN_S = 2.0  # between two changes of learnt step times
 RELEARN_SHARE = 0.1  # by which they must have changed
 
@@ -82,7 +84,10 @@ class KnownSettings:
             defaults |= {**UNKNOWN_POOL, "max_model_len": UNKNOWN_MODEL_LENGTH, "batcher": "generic"}
             if self._learnt is not None:
                 learnt = self._learnt.settings
-        return EngineConfig(**{**defaults, **self.reported, **learnt, **self._given})
+        config = {**defaults, **self.reported, **learnt, **self._given}
+        if not batcher_named(config.get("batcher", DEFAULT_BATCHER)).has_inputs:
+            config.pop("max_loras", None)  # it may have adapters, whose limits this local scheduler ignores
+        return EngineConfig(**config)
 
     def approximations(self, config: EngineConfig) -> tuple[str, ...]:
         """Return what all forecasts approximate, a sentence for each."""

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from predictor.config import PRODUCER_AND_CONSUMER
+from predictor.config import MAX_LORAS, PRODUCER_AND_CONSUMER
 from predictor.speculation import EAGLE, MAX_SPECULATIVE_TOKENS, DraftTotals, require_counts
 
 MAX_LINE_CHARS = 4096
@@ -79,7 +79,7 @@ class ScrapedMetrics:
         return (self.prompt_tokens, self.generation_tokens) != (before.prompt_tokens, before.generation_tokens)
 
 
-def parse_metrics(text: str) -> ScrapedMetrics:
+def parse_metrics(text: str) -> ScrapedMetrics:  # noqa: C901 - one branch for each kind of line
     """Parse Prometheus' text format; several engines behind one address are added up, invalid lines are skipped."""
     samples: dict[str, list[float]] = {}
     accepted: dict[int, float] = {}
@@ -89,7 +89,9 @@ def parse_metrics(text: str) -> ScrapedMetrics:
             continue
         name, labels, value = found[1], found[2] or "", float(found[3])
         if name == "cache_config_info":
-            settings = _settings(dict(LABEL.findall(labels)))
+            settings.update(_settings(dict(LABEL.findall(labels))))
+        elif name == "lora_requests_info":
+            settings.update(_adapter_settings(dict(LABEL.findall(labels))))
         elif name == ACCEPTED_BY_POSITION:
             position = dict(LABEL.findall(labels)).get("position", "")
             if math.isfinite(value) and position.isdecimal():
@@ -147,6 +149,21 @@ def _settings(labels: Mapping[str, str]) -> dict[str, int | bool | str]:
         except ValueError:  # "None" before the engine has set it
             continue
     return settings
+
+
+def _adapter_settings(labels: Mapping[str, str]) -> dict[str, int | bool | str]:
+    """Return how many LoRA adapters a step may have, by the labels of `vllm:lora_requests_info`."""
+    text = labels.get("max_lora", "")
+    return {"max_loras": int(text)} if text.isascii() and text.isdigit() and 0 < int(text) <= MAX_LORAS else {}
+
+
+def parse_adapters(body: bytes) -> frozenset[str]:
+    """Parse the LoRA adapters of /v1/models, which have a parent; none where the reply is none."""
+    try:
+        cards = json.loads(body)["data"]
+        return frozenset(card["id"] for card in cards if card.get("parent") and isinstance(card["id"], str))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return frozenset()
 
 
 def parse_max_model_len(body: bytes) -> int | None:

@@ -28,7 +28,7 @@ def engine(given: SettingValues) -> None:
 
     With --kv-role the engine serves prefill and decode legs (kv_transfer_params) as vLLM with its NIXL connector.
     """
-    from services.emulator.server import serve
+    from services.emulator.server import serve, with_adapters
 
     given.make(LogSettings).apply()
     given.warn_of_former_names()
@@ -43,4 +43,4 @@ def engine(given: SettingValues) -> None:
         state_file="" if state_file == "none" else state_file,
         tls=tls_of(given),
     )
-    serve(settings, config, profile)
+    serve(settings, with_adapters(config, enabled=settings.enable_lora), profile)

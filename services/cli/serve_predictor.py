@@ -65,10 +65,14 @@ def sidecars_of(given: SettingValues, node: NodeSettings, server: ServerSettings
     if node.engines:
         if instance_id or state_file or engine_url:
             raise ValueError("engine: goes without instance_id, state_file and engine_url")
+        if given["kv_events"]:
+            raise ValueError("kv_events: goes with one mirrored engine, not with engine")
         return [given.make(SidecarSettings, **_engine_from_flag(text)) for text in node.engines]
     if not state_file and not engine_url:
         raise ValueError("state_file: is missing, and so is engine_url: an engine is read, or mirrored, or neither")
     mirror = None
+    if state_file and given["kv_events"]:
+        raise ValueError("kv_events: goes without state_file: an engine that exports its state shows its cached blocks")
     if not state_file:
         if not node.profile and given["engine_kind"] == VLLM:
             raise ValueError("profile: is missing, and an engine that exports no state names none")

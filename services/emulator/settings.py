@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from predictor.mirror.engine_kinds import SGLANG, VLLM
+from services.emulator.adapters import modules_from
+from services.kv_events.publisher import KvEventsConfig, kv_events_config
 from services.security.exposure import require_tls_beyond_loopback
 from services.security.settings import NO_TLS, TlsSettings
 from services.settings import PORTS, Option
@@ -61,6 +63,18 @@ class EmulatorSettings:
     kv_side_channel_port: Annotated[
         int, "Port of the side channel, which engines with a kv_role have; 0 selects any free port."
     ] = 0
+    kv_events_config: Annotated[
+        str,
+        Option(
+            "KV events that the engine publishes, as vLLM's option: JSON with enable_kv_cache_events, endpoint, "
+            "replay_endpoint and topic.",
+            metavar="JSON",
+        ),
+    ] = ""
+    enable_lora: Annotated[bool, "Serve LoRA adapters: max_loras of them, 1 by default, in one step."] = False
+    lora_modules: Annotated[
+        tuple[str, ...], Option("LoRA adapter that is served from the start, as NAME=PATH. Repeatable.")
+    ] = ()
     data_parallel_size: Annotated[
         int,
         "Number of data-parallel ranks that it serves at its port, each with a state file of its own, as vLLM. A "
@@ -90,6 +104,14 @@ class EmulatorSettings:
             raise ValueError("data_parallel_lockstep: needs a data_parallel_size above 1")
         if not self.drain_s >= 0:
             raise ValueError(f"drain_s: must be a time from 0 on, not {self.drain_s}")
+        if modules_from(self.lora_modules) and not self.enable_lora:
+            raise ValueError("lora_modules: need enable_lora")
         if not self.model:
             raise ValueError("model: must have a name")
         require_tls_beyond_loopback(self.host, self.tls)
+        kv_events_config(self.kv_events_config)
+
+    @property
+    def kv_events(self) -> KvEventsConfig:
+        """The KV events that the engine publishes."""
+        return kv_events_config(self.kv_events_config)

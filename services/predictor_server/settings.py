@@ -13,6 +13,7 @@ from predictor.mirror.engine_kinds import AUTO, ENGINE_KINDS
 from predictor.suggestions import require_known
 from services.http.client import origin_of
 from services.http.limits import HttpLimits
+from services.kv_events.settings import KvEventSettings
 from services.predictor_server.profile_watch_settings import ProfileWatchSettings
 from services.security.exposure import require_tls_beyond_loopback
 from services.security.settings import NO_TLS, TlsSettings
@@ -55,6 +56,7 @@ class MirrorSettings:
             choices=ENGINE_KINDS,
         ),
     ] = AUTO
+    kv_events: Annotated[KvEventSettings, Nested()] = field(default_factory=KvEventSettings)
     http: Annotated[HttpLimits, Nested()] = field(default_factory=HttpLimits)
     metrics_s: float = 0.5
     max_concurrency: int = 1024
@@ -80,6 +82,7 @@ class MirrorSettings:
         EngineConfig(**self.engine)
         if self.engine_kind not in ENGINE_KINDS:
             raise ValueError(f"engine_kind: {self.engine_kind!r} is none of {', '.join(ENGINE_KINDS)}")
+        self.kv_events.require_local(insecure=self.tls.insecure)
         if self.max_concurrency < 1:
             raise ValueError(f"max_concurrency: must be at least 1, not {self.max_concurrency}")
 

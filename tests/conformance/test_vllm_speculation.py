@@ -1,4 +1,4 @@
-"""Compares the engine model with vLLM 0.32's scheduler classes with speculative decoding, at every step."""
+"""Compares the engine model with vLLM's scheduler classes with speculative decoding, at every step."""
 
 from __future__ import annotations
 
