@@ -85,7 +85,7 @@ OPTIONS = {
     "min_new_token_ratio_factor": (0.14, 0.14, 1.0),
     "new_token_ratio_decay_steps": (3.0, 600.0),
     "retract_decode_steps": (0.0, 2.0, 20.0),
-    "clip_max_new_tokens": (1.0, 4.0, 4096.0),
+    "clip_max_new_tokens": (1.0, 1.0, 4.0, 4096.0),
 }
 KEEPS_WATERMARK = ("vllm_v0", "vllm_fcfs", "sarathi")
 ONLY_FCFS = ("vllm_fcfs", "sglang", "generic")
@@ -227,7 +227,7 @@ def loads(
     slack = draw(st.sampled_from((0, 0, 1, 2, 3, largest, 4 * largest)))
     num_blocks = max(2, largest + slack + BATCHERS[batcher].null_blocks)
     if batcher == "sglang":  # it reserves a page for each request, and one token
-        num_blocks += 2
+        num_blocks = min(num_blocks, 2 * largest) + 2
     if batcher in KEEPS_WATERMARK:
         while num_blocks - int(engine["watermark"] * num_blocks) < largest + ending:
             num_blocks += 1

@@ -112,7 +112,7 @@ def parse_metrics(text: str) -> ScrapedMetrics:  # noqa: C901 - one branch for e
         drafts is not None and "kv_role" not in settings
     ):  # the method is not reported; most of them reserve slots as this one does
         settings |= {"speculative_method": EAGLE, "num_speculative_tokens": len(drafts.accepted)}
-    return ScrapedMetrics(**totals, drafts=drafts, settings=settings)
+    return ScrapedMetrics(**totals, drafts=drafts, settings=settings, updates_rarely=False)
 
 
 def _draft_totals(

@@ -42,7 +42,7 @@ def parse_sglang_metrics(text: str) -> ScrapedMetrics:
             continue
         if math.isfinite(value) and not dict(LABEL.findall(found[2] or "")).get("priority"):
             samples.setdefault(found[1], []).append(value)
-    totals: dict[str, float] = {}
+    totals: dict[str, Any] = {}
     for name, spelling in METRIC_NAMES.items():
         if spelling in samples:
             totals[name] = max(samples[spelling]) if name == "kv_usage" else math.fsum(samples[spelling])
