@@ -26,6 +26,8 @@ KV_ROLES = ("", PRODUCER, CONSUMER, PRODUCER_AND_CONSUMER)
 HOLDING_ROLES, FETCHING_ROLES = (PRODUCER, PRODUCER_AND_CONSUMER), (CONSUMER, PRODUCER_AND_CONSUMER)
 FAIL, RECOMPUTE = "fail", "recompute"
 KV_LOAD_FAILURE_POLICIES = (FAIL, RECOMPUTE)
+MAX_LORAS = 4096  # in host memory
+MAX_ENCODER_CACHE = 2**22  # tokens
 MAX_COUNT = 2**31 - 1  # counts are kept in 32-bit block tables
 
 
@@ -95,6 +97,22 @@ class EngineConfig:
         float, "Additional time per KV block that is transferred, for its descriptors, in seconds."
     ] = 0.0
     kv_transfer_shared: Annotated[bool, "Transfers to an engine that overlap share its bandwidth."] = True
+    max_loras: Annotated[
+        int, "Maximum number of LoRA adapters in a step, and in GPU memory, as in vLLM; 0: adapters are not modelled."
+    ] = 0
+    max_cpu_loras: Annotated[
+        int, "Maximum number of LoRA adapters in host memory, as in vLLM; 0: as many as max_loras."
+    ] = 0
+    lora_load_s: Annotated[float, "Time to load a LoRA adapter from disk into host memory, in seconds."] = 0.0
+    lora_activate_s: Annotated[float, "Time to copy a LoRA adapter from host to GPU memory, in seconds."] = 0.0
+    max_num_encoder_input_tokens: Annotated[
+        int,
+        "Maximum number of tokens of images and audio that the encoder computes in a step, as in vLLM; 0: there is no "
+        "encoder.",
+    ] = 0
+    encoder_cache_size: Annotated[int, "Tokens whose encoder outputs the engine keeps, as in vLLM."] = 0
+    disable_chunked_mm_input: Annotated[bool, "Compute the tokens of an image in one step, as in vLLM."] = False
+    encoder_token_s: Annotated[float, "Time that the encoder takes for a token of an image, in seconds."] = 0.0
     speculative_method: Annotated[
         str,
         "Speculative decoding: ngram, draft_model, eagle or mtp, as in vLLM's speculative configuration; empty: none.",
@@ -154,6 +172,8 @@ class EngineConfig:
         if self.kv_layout != PLAIN and self.kv_bytes_per_token == 0:
             raise ValueError(f"kv_bytes_per_token: must be above 0 with kv_layout {self.kv_layout}")
         self._check_transfers()
+        self._check_adapters()
+        self._check_encoder()
         self._check_speculation()
         if not isinstance(self.batcher_options, Mapping):
             raise ValueError(f"batcher_options: must be numbers by name, not {self.batcher_options!r}")
@@ -190,6 +210,31 @@ class EngineConfig:
                 raise ValueError(f"{name}: must be at least 0, not {getattr(self, name)}")
         if self.kv_transfer_shared not in (True, False):
             raise ValueError(f"kv_transfer_shared: must be true or false, not {self.kv_transfer_shared!r}")
+
+    def _check_adapters(self) -> None:
+        for name in ("max_loras", "max_cpu_loras"):
+            require_count(name, getattr(self, name), at_least=0)
+        if self.max_cpu_loras and self.max_cpu_loras < self.max_loras:
+            raise ValueError(f"max_cpu_loras: {self.max_cpu_loras} is below max_loras {self.max_loras}")
+        if self.num_cpu_loras > MAX_LORAS:
+            raise ValueError(f"max_cpu_loras: must be at most {MAX_LORAS}, not {self.num_cpu_loras}")
+        if self.max_cpu_loras and not self.max_loras:
+            raise ValueError("max_cpu_loras: needs max_loras above 0")
+        for name in ("lora_load_s", "lora_activate_s"):
+            if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0):
+                raise ValueError(f"{name}: must be at least 0, not {getattr(self, name)}")
+
+    def _check_encoder(self) -> None:
+        for name in ("max_num_encoder_input_tokens", "encoder_cache_size"):
+            require_count(name, getattr(self, name), at_least=0)
+        if (self.max_num_encoder_input_tokens > 0) != (self.encoder_cache_size > 0):
+            raise ValueError("encoder_cache_size: must be above 0 where max_num_encoder_input_tokens is, else 0")
+        if self.encoder_cache_size > MAX_ENCODER_CACHE:
+            raise ValueError(f"encoder_cache_size: must be at most {MAX_ENCODER_CACHE}, not {self.encoder_cache_size}")
+        if self.disable_chunked_mm_input not in (True, False):
+            raise ValueError(f"disable_chunked_mm_input: must be true or false, not {self.disable_chunked_mm_input!r}")
+        if not (math.isfinite(self.encoder_token_s) and self.encoder_token_s >= 0):
+            raise ValueError(f"encoder_token_s: must be at least 0, not {self.encoder_token_s}")
 
     def _check_speculation(self) -> None:
         if self.speculative_method and self.speculative_method not in METHODS:
@@ -270,6 +315,11 @@ class EngineConfig:
     def pipeline_depth(self) -> int:
         """The maximum number of steps in flight: async scheduling plans one ahead."""
         return 2 if self.async_scheduling else 1
+
+    @property
+    def num_cpu_loras(self) -> int:
+        """How many LoRA adapters are in host memory at most."""
+        return self.max_cpu_loras or self.max_loras
 
     @property
     def swap_token_s(self) -> float:

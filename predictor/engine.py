@@ -8,13 +8,24 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from predictor import blocks, loop, queues, remote_kv, steps
+from predictor import adapters, blocks, loop, queues, remote_kv, steps
 from predictor.batching import batcher_named, is_compiled, number_of, settled
 from predictor.compiled import direct
 from predictor.config import FETCHING_ROLES, HOLDING_ROLES, EngineConfig
+from predictor.encoder_inputs import ABSENT
 from predictor.lengths import DEFAULT_RESIDUAL
-from predictor.request import DECODE, LEGS, NO_TENANT, PREFILL, REAL_TIME, RequestFacts, tenant_number
-from predictor.snapshot import Memory
+from predictor.request import (
+    DECODE,
+    LEGS,
+    NO_TENANT,
+    PREFILL,
+    REAL_TIME,
+    RequestFacts,
+    adapter_number,
+    identity_number,
+    tenant_number,
+)
+from predictor.snapshot import LoadedAdapter, Memory
 from predictor.speculation import ExpectedDrafts
 from predictor.state import (
     FETCHING,
@@ -39,6 +50,7 @@ announce = direct(queues.announce)
 end_fetch = direct(remote_kv.end_fetch)
 fetch_end_s = direct(remote_kv.fetch_end_s)
 set_end = direct(remote_kv.set_end)
+bring_adapter = direct(adapters.bring)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +133,9 @@ class Engine:
         )
         self.state.engine[0].batcher = number_of(config.batcher)
         self.state.engine[0].decode_reserve = self.batcher.decode_reserve
-        self.state.engine[0].orders_queue = self.batcher.orders_queue
+        self.state.engine[0].orders_queue = self.batcher.orders_queue or self.batcher.requeues
+        self.state.engine[0].is_sglang = self.batcher.is_sglang
+        self.state.engine[0].drops_stale |= self.batcher.is_sglang
         options = [self.config.batcher_options[option.name] for option in self.batcher.options]
         self.state.engine[0].options[: len(options)] = options
         if not self.batcher.sorts_arrivals:
@@ -165,7 +179,7 @@ class Engine:
             hashes = request.prefix_hashes[: (request.prompt_tokens + final_tokens) // self.config.block_size]
             num_hashes = len(hashes)
             self.state.hashes[slot, :num_hashes] = [self.contents[value] for value in hashes]
-        facts = _facts_row(request)
+        facts = _facts_row(request, self.config)
         if request.leg == DECODE:
             progress.setdefault("stage", TO_FETCH)
         self.state.requests[slot] = new_request(
@@ -183,6 +197,12 @@ class Engine:
             **progress,  # type: ignore[arg-type]  # all fields are numbers
         )
         self.state.facts[slot] = facts
+        # no engine has a larger one than its encoder can compute: the count is an estimate
+        largest = min(self.config.max_num_encoder_input_tokens, self.config.encoder_cache_size)
+        for index, one in enumerate(request.encoder_inputs[: self.state.facts[slot].num_encoder_inputs]):
+            # without an identity it is equal to no other
+            identity = -1 - (self._num_added << 16) - index if one.identity is None else identity_number(one.identity)
+            self.state.encoder_inputs[slot, index] = (identity, one.position, min(one.tokens, largest), ABSENT, NONE)
         self._num_added += 1
         return slot
 
@@ -204,7 +224,10 @@ class Engine:
         """Return the response's known or predicted length, and the length at which the engine cuts it."""
         if request.leg == PREFILL:
             return 1, 1
-        room = self.config.max_model_len - request.prompt_tokens
+        if self.batcher.longest_response is not None:
+            room = self.batcher.longest_response(self.config, request.prompt_tokens)
+        else:
+            room = self.config.max_model_len - request.prompt_tokens
         max_tokens = room if request.max_tokens is None else min(request.max_tokens, room)
         length = request.length(produced_tokens, self.residual)
         return (max_tokens if length is None else min(length, max_tokens)), max_tokens
@@ -310,6 +333,35 @@ class Engine:
         for row, client in zip(clients, memory.clients, strict=False):
             row.tenant, row.weight = client.tenant, client.weight
             row.tokens, row.waits = client.tokens, client.waits
+
+    def set_adapters(self, loaded: Sequence[LoadedAdapter]) -> None:
+        """Set which LoRA adapters are in host memory, the least recently used one first, and which in GPU slots."""
+        head, rows = self.state.engine[0], self.state.adapters
+        if len(loaded) > self.config.num_cpu_loras:
+            raise ValueError(f"adapters: {len(loaded)} are more than max_cpu_loras {self.config.num_cpu_loras}")
+        if sum(adapter.is_active for adapter in loaded) > self.config.max_loras:
+            raise ValueError(f"adapters: more are active than max_loras {self.config.max_loras}")
+        head.num_adapters = len(loaded)
+        for row, adapter in zip(rows, loaded, strict=False):
+            row.number, row.is_active = adapter.number, adapter.is_active
+
+    def set_adapter_times(self, load_s: float, activate_s: float) -> None:
+        """Set how long LoRA adapters take to load, from the next step on."""
+        for name, value in (("load_s", load_s), ("activate_s", activate_s)):
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{name}: must be at least 0, not {value}")
+        self.state.engine[0].lora_load_s, self.state.engine[0].lora_activate_s = load_s, activate_s
+
+    def load_adapter(self, name: str) -> float:
+        """Bring a LoRA adapter into memory, as the most recently used one; return the seconds that this takes."""
+        if not self.config.max_loras:
+            raise ValueError("max_loras: must be above 0 for an engine that loads adapters")
+        return float(bring_adapter(self.state, adapter_number(name)))
+
+    def adapters(self) -> tuple[LoadedAdapter, ...]:
+        """Return the LoRA adapters in host memory, the least recently used one first."""
+        rows = self.state.adapters[: self.state.engine[0].num_adapters]
+        return tuple(LoadedAdapter(number=int(row.number), is_active=bool(row.is_active)) for row in rows)
 
     def advance(self, until_s: float = FOREVER) -> None:
         """Run the engine until no event is left before `until_s`."""
@@ -429,6 +481,7 @@ class Engine:
             num_slots=old if self._free_slots else old + 1,
             blocks_per_request=-(-most_tokens // self.config.block_size) if self.tracks_blocks else 1,
             num_contents=0,
+            num_encoder_inputs=len(request.encoder_inputs) if self.config.max_num_encoder_input_tokens else 0,
         )
         grown = len(self.state.requests)
         self._free_slots[:0] = range(grown - 1, old - 1, -1)
@@ -439,7 +492,7 @@ class Engine:
         return slot
 
 
-def _facts_row(request: RequestFacts) -> tuple[float, ...]:
+def _facts_row(request: RequestFacts, config: EngineConfig) -> tuple[float, ...]:
     """Return a request's row of `state.facts`."""
     ttft_s = tpot_s = None
     if request.slo is not None:
@@ -450,6 +503,8 @@ def _facts_row(request: RequestFacts) -> tuple[float, ...]:
         request.weight,
         tenant_number(request.client_id) if request.client_id else NO_TENANT,
         0 if request.request_class == REAL_TIME else 1,
+        adapter_number(request.adapter) if request.adapter else adapters.NO_ADAPTER,
+        len(request.encoder_inputs) if config.max_num_encoder_input_tokens else 0,
     )
 
 

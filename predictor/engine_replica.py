@@ -126,6 +126,9 @@ class ReportedState(NamedTuple):
     memory: ReportedMemory | None = None
     held: np.ndarray = NO_SLOTS
     held_s: np.ndarray | None = None
+    adapters: np.ndarray | None = (
+        None  # the fields of `state.ADAPTER`, the least recently used one first; None: unknown
+    )
 
 
 class EngineReplica:
@@ -171,12 +174,15 @@ class EngineReplica:
         counts = len(reported.running), len(reported.waiting)
         _require_ok(put(state, slots, *counts, self.num_slots, *self._columns(reported, slots)))
         self._put_transfers(reported, slots)
+        if reported.adapters is not None:
+            self._put_adapters(reported.adapters)
         if self.engine.tracks_blocks:
             self._update_blocks(reported, slots)
         head.num_free_blocks = reported.num_free_blocks
         head.now_s = min([reported.now_s, *(step.start_s for step in reported.steps)])
         head.decodes_since_look = reported.decodes_since_look
-        head.steady = head.stuck = head.fruitless_preemptions = 0
+        head.steady = head.stuck = head.fruitless_preemptions = head.num_encoder_entries = 0
+        head.encoder_free = head.encoder_reclaimable = self.engine.config.encoder_cache_size
         if reported.memory is not None:
             self._remember(reported.memory)
         elif head.estimator_momentum > 0:  # the correction of its local scheduler counts as complete
@@ -269,6 +275,16 @@ class EngineReplica:
             rows = clients.view(np.ndarray)
             for name in memory.clients.dtype.names or ():
                 rows[name][:count] = memory.clients[name]
+
+    def _put_adapters(self, adapters: np.ndarray) -> None:
+        """Set which LoRA adapters are in host memory, and which of them in GPU slots."""
+        head, config = self.engine.state.engine[0], self.engine.config
+        if len(adapters) > config.num_cpu_loras or np.count_nonzero(adapters["is_active"]) > config.max_loras:
+            raise ValueError(f"adapters: {len(adapters)} are more than max_loras and max_cpu_loras allow")
+        head.num_adapters = len(adapters)
+        rows = self.engine.state.adapters.view(np.ndarray)
+        rows["number"][: len(adapters)] = adapters["number"]
+        rows["is_active"][: len(adapters)] = adapters["is_active"] != 0
 
     def _columns(self, reported: ReportedState, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the reported columns, and the known or predicted lengths of responses, NaN for unknown."""
@@ -375,6 +391,8 @@ def put_facts(facts: np.record, reported: np.record) -> None:
     facts.weight = reported.weight if 0 < reported.weight < np.inf else 1.0
     facts.tenant = reported.tenant
     facts.request_class = np.int64(reported.request_class) if 0 <= reported.request_class < NUM_CLASSES else 0
+    facts.adapter = reported.adapter
+    facts.num_encoder_inputs = 0  # whose outputs an engine does not report: see docs/engines.md
 
 
 @small_kernel

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from predictor.adapters import NO_ADAPTER
 from predictor.compiled import direct, kernel
 from predictor.config import EngineConfig
 from predictor.engine import Engine
@@ -47,7 +48,33 @@ def indicators_of(view: EngineView, num_reserved: int) -> dict[str, float]:
         **dict(zip(SUMS, sums.tolist(), strict=True)),
         **load_of(load, view.clock_rate),
         **view.counters,
+        **adapter_counts(engine),
     }
+
+
+def adapter_counts(engine: Engine) -> dict[str, float]:
+    """Return the indicators of an engine that serves LoRA adapters."""
+    if not engine.config.max_loras:
+        return {}
+    num_active = sum(adapter.is_active for adapter in engine.adapters())
+    return {"num_adapters": float(num_active), "max_loras": float(engine.config.max_loras)}
+
+
+def adapters_of(engine: Engine) -> tuple[list[int], list[int]]:
+    """Return the LoRA adapters in GPU memory, or that a request there asks for, and those in host memory only."""
+    loaded = engine.adapters()
+    active = {adapter.number for adapter in loaded if adapter.is_active}
+    state, head = engine.state, engine.state.engine[0]
+    rings = (
+        (state.running, 0, head.num_running),
+        (state.waiting, head.waiting_head, head.num_waiting),
+        (state.pending, head.pending_head, head.num_pending),
+    )
+    for ring, first, count in rings:
+        slots = ring[(first + np.arange(count)) % len(ring)]
+        active.update(state.facts.view(np.ndarray)["adapter"][slots].tolist())
+    active.discard(NO_ADAPTER)
+    return sorted(active), [adapter.number for adapter in loaded if adapter.number not in active]
 
 
 def load_of(load: np.ndarray, clock_rate: float) -> dict[str, float]:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from predictor import blocks, estimator, queues, remote_kv, steps
+from predictor import adapters, blocks, estimator, queues, remote_kv, steps
 from predictor.batching import fill
 from predictor.compiled import inner_kernel, kernel, small_kernel
 from predictor.state import AT_SETBACK, FINISHED, NEVER, PLAIN_LAYOUT, State
@@ -67,7 +67,7 @@ def reach_plan(state: State, until_s: float, last_step: int, watched: int) -> bo
         queues.absorb_arrivals(state)
         if is_over(state, watched):
             return False
-        has_room = engine.num_in_flight < engine.pipeline_depth
+        has_room = engine.num_in_flight < engine.pipeline_depth - engine.awaits_step
         if watched == TAIL_OF_QUEUE and has_room and not has_tail_ahead(state):
             return False  # a request at the tail would be in the step that is planned here
         unfinished = engine.num_running + engine.num_waiting
@@ -129,23 +129,31 @@ def has_tail_ahead(state: State) -> bool:
     num_seats = engine.max_num_seqs - engine.num_running
     if engine.orders_queue or engine.num_waiting <= num_seats:
         return False
-    return not engine.fetches or num_waiting_for_seats(state) > num_seats
+    return not (engine.fetches or engine.max_loras > 0) or num_waiting_for_seats(state) > num_seats
 
 
 @kernel
 def num_waiting_for_seats(state: State) -> int:
-    """Return how many waiting requests run once they are admitted; the others fetch their KV blocks first."""
-    count = 0
+    """Return how many waiting requests certainly run once the scheduler reaches them.
+
+    The others fetch their KV blocks first, or may be passed over because of their adapters.
+    """
+    count, has_adapters = 0, state.engine[0].max_loras > 0
     for position in range(state.engine[0].num_waiting):
-        count += remote_kv.takes_seat(state, queues.waiting_at(state, position))
+        slot = queues.waiting_at(state, position)
+        may_be_passed = has_adapters and state.facts[slot].adapter != adapters.NO_ADAPTER
+        count += remote_kv.takes_seat(state, slot) and not may_be_passed
     return count
 
 
 @kernel
 def send(state: State) -> None:
-    """Launch the planned step, unless it is empty and only an arrival can change that."""
+    """Launch the planned step, unless it is empty and only an arrival, or the end of a step, can change that."""
+    engine = state.engine[0]
     if nothing_will_change(state):
-        state.engine[0].stuck = 1
+        engine.stuck = 1
+    elif engine.is_sglang and engine.num_in_flight > 0 and state.steps[steps.current(state)].num_scheduled == 0:
+        engine.awaits_step = 1
     else:
         steps.launch(state)
 
@@ -423,6 +431,8 @@ def repeat(state: State, num_repeats: int) -> None:
         step.end_s = engine.now_s + last_s
     if engine.prefix_caching:
         _allocate_in_order(state, num_repeats)
+    if engine.max_loras > 0:
+        adapters.use_running(state)
     num_finished = 0
     for position in range(engine.num_running):
         slot = state.running[position]
@@ -432,7 +442,8 @@ def repeat(state: State, num_repeats: int) -> None:
         request.computed_tokens += num_repeats
         request.output_tokens += num_repeats
         blocks.allocate(state, slot, request.computed_tokens)
-        blocks.register_full(state, slot, request.computed_tokens - request.placeholders)
+        if not engine.is_sglang:
+            blocks.register_full(state, slot, request.computed_tokens - request.placeholders)
         num_finished += request.output_tokens >= request.final_tokens
     if num_finished > 0:
         _finish_repeated(state)
@@ -510,6 +521,7 @@ def _finish_repeated(state: State) -> None:
         if state.requests[slot].output_tokens >= state.requests[slot].final_tokens:
             queues.complete(state, slot)
     queues.drop_finished(state, False)
+    queues.forget_when_idle(state)
 
 
 @kernel

@@ -23,6 +23,25 @@ NO_TENANT = 0  # the tenant number of a request without a client id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderInput:
+    """An image, or another input of an encoder, in a prompt: the range of its tokens, and what it is equal to.
+
+    Inputs with the same `identity` share one output of the encoder; without one an input is equal to no other.
+    """
+
+    __pydantic_config__: ClassVar = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
+
+    position: int
+    tokens: int
+    identity: int | str | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse impossible ranges."""
+        require_count("position", self.position, at_least=0)
+        require_count("tokens", self.tokens, at_least=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Slo:
     """Targets for the time to the first token and the time per token after it; None where there is no target."""
 
@@ -55,6 +74,9 @@ class RequestFacts:
     for as long as the engine's lease. The KV blocks of a decode leg are fetched within `transfer_s`, None as the
     engine's configuration says.
 
+    `adapter` is the name of the LoRA adapter that serves it, empty for the base model. `encoder_inputs` are its images
+    and other inputs of an encoder, by position; hashes of blocks stand for them, and for the adapter, too.
+
     `length_quantiles` is the number of equally likely lengths of its tag with which it is forecast: an odd one, so that
     the median is among them.
     """
@@ -82,6 +104,8 @@ class RequestFacts:
     held_s: float | None = None
     transfer_s: float | None = None
     length_quantiles: int = 1
+    adapter: str = ""
+    encoder_inputs: tuple[EncoderInput, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse values that no engine could serve."""
@@ -109,6 +133,7 @@ class RequestFacts:
             raise ValueError(f"weight: must be above 0, not {self.weight}")
         require_quantiles(self.length_quantiles)
         self._check_leg()
+        self._check_encoder_inputs()
 
     def _check_leg(self) -> None:
         if self.leg not in LEGS:
@@ -117,6 +142,17 @@ class RequestFacts:
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{name}: must be a time from 0 on, not {value}")
+
+    def _check_encoder_inputs(self) -> None:
+        end = 0
+        for index, one in enumerate(self.encoder_inputs):
+            if one.position < end:
+                raise ValueError(
+                    f"encoder_inputs[{index}].position: {one.position} is before the end of the one before it"
+                )
+            end = one.position + one.tokens
+        if end > self.prompt_tokens:
+            raise ValueError(f"encoder_inputs: end at token {end}, after the {self.prompt_tokens} of the prompt")
 
     def length(self, tokens_so_far: int = 0, residual: str = DEFAULT_RESIDUAL) -> int | None:
         """Return the known or predicted length of the response after `tokens_so_far` tokens; None without either."""
@@ -156,3 +192,13 @@ def tenant_number(client_id: str) -> int:
         return NO_TENANT
     digest = hashlib.blake2b(client_id.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True) or 1
+
+
+def adapter_number(adapter: str) -> int:
+    """Number a LoRA adapter, the same in every process; 0 for the base model."""
+    return tenant_number(adapter)
+
+
+def identity_number(identity: int | str) -> int:
+    """Number an input of an encoder, the same in every process; equal inputs have the same number."""
+    return identity if isinstance(identity, int) else tenant_number(identity)

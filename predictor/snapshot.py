@@ -11,7 +11,7 @@ from predictor.request import RequestFacts
 from predictor.speculation import MAX_SPECULATIVE_TOKENS
 
 # 2: requests carry service level, weight, tenant, session and model; 3: what a local scheduler remembers; 4: legs;
-# 5: draft tokens
+# 5: draft tokens, LoRA adapters, encoder inputs
 VERSION = 5
 OLDEST_VERSION = 1  # that `simulator.codec` still reads
 STAGES = ("", "to_fetch", "fetching", "fetched", "failed", "held")
@@ -45,6 +45,7 @@ class LiveRequest:
     draft_tokens: int = 0  # proposed for its next step
     # Seconds until its transfer ends, if no other one shares the link, or until its blocks are held no longer.
     transfer_left_s: float | None = None
+    referenced_inputs: tuple[int, ...] = ()  # of `request.encoder_inputs`, those whose outputs it refers to
 
     def __post_init__(self) -> None:
         """Refuse impossible counts."""
@@ -61,6 +62,8 @@ class LiveRequest:
                 raise ValueError(f"tokens_on_time: {self.tokens_on_time} are more than its produced_tokens")
         if self.first_token_s is not None and not (math.isfinite(self.first_token_s) and self.first_token_s >= 0):
             raise ValueError(f"first_token_s: must be a time from 0 on, not {self.first_token_s}")
+        if any(not 0 <= index < len(self.request.encoder_inputs) for index in self.referenced_inputs):
+            raise ValueError(f"referenced_inputs: are not among the {len(self.request.encoder_inputs)} of the request")
         if self.stage not in STAGES:
             raise ValueError(f"stage: {self.stage!r} is none of {', '.join(STAGES[1:])}")
         if self.transfer_left_s is not None and not (math.isfinite(self.transfer_left_s) and self.transfer_left_s >= 0):
@@ -85,6 +88,7 @@ class StepUnderWay:
     scheduled: dict[str, int]
     sampled: tuple[str, ...] = ()
     swapped_tokens: int = 0  # whose KV it copies to host memory, or back
+    extra_s: float = 0.0  # of its duration, what loading adapters and the encoder take
     drafts: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -92,6 +96,8 @@ class StepUnderWay:
         if not math.isfinite(self.start_s):
             raise ValueError(f"start_s: must be a time, not {self.start_s}")
         require_count("swapped_tokens", self.swapped_tokens, at_least=0)
+        if not (math.isfinite(self.extra_s) and self.extra_s >= 0):
+            raise ValueError(f"extra_s: must be a time from 0 on, not {self.extra_s}")
         for name, tokens in self.scheduled.items():
             require_count(f"scheduled.{name}", tokens, at_least=1)
         for name, tokens in self.drafts.items():
@@ -160,6 +166,42 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedAdapter:
+    """A LoRA adapter in host memory, by `request.adapter_number`, and whether it is in a GPU slot too."""
+
+    __pydantic_config__: ClassVar = STRICT
+
+    number: int
+    is_active: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuse the number of the base model."""
+        if isinstance(self.number, bool) or not isinstance(self.number, int) or not 0 < abs(self.number) <= 2**63:
+            raise ValueError(f"number: must be a number of 64 bits other than 0, not {self.number!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderOutput:
+    """An output of the encoder that the engine keeps, by `request.identity_number` of its input.
+
+    `num_refs` requests refer to it; of those without one, the one with the least `unused_since` is removed first.
+    """
+
+    __pydantic_config__: ClassVar = STRICT
+
+    identity: int
+    tokens: int
+    num_refs: int = 0
+    unused_since: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse impossible counts."""
+        require_count("tokens", self.tokens, at_least=1)
+        for name in ("num_refs", "unused_since"):
+            require_count(name, getattr(self, name), at_least=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TwoEndedBlock:
     """A KV block that a real-time request fills from the left and a best-effort request from the right.
 
@@ -193,7 +235,7 @@ class Snapshot:
     `held` are requests that have ended, and whose blocks are held until they are fetched, or have been fetched.
     `reserved` are requests that are reserved for the engine and that it does not report yet. Without `kv_cache` the
     contents of blocks are unknown, and forecasts contain no prefix hits. `two_ended_blocks` are those in use with
-    kv_layout bidirectional.
+    kv_layout bidirectional. `adapters` are in host memory, the least recently used one first.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -211,6 +253,8 @@ class Snapshot:
     decodes_since_look: int = 0
     memory: Memory = Memory()
     two_ended_blocks: tuple[TwoEndedBlock, ...] = ()
+    adapters: tuple[LoadedAdapter, ...] = ()
+    encoder_outputs: tuple[EncoderOutput, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse other versions, and states that no engine can have."""

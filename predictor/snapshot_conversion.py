@@ -12,6 +12,7 @@ import numpy as np
 from predictor import queues, remote_kv, steps
 from predictor.blocks import OWN_CONTENTS
 from predictor.compiled import direct
+from predictor.encoder_snapshot import encoder_outputs, put_back_encoder, referenced_inputs, with_identities
 from predictor.engine import Engine
 from predictor.lengths import DEFAULT_RESIDUAL
 from predictor.request import REAL_TIME
@@ -71,6 +72,8 @@ def snapshot_of(engine: Engine, taken_s: float) -> Snapshot:
         decodes_since_look=int(head.decodes_since_look),
         memory=_memory(engine),
         two_ended_blocks=_two_ended_blocks(engine),
+        adapters=engine.adapters(),
+        encoder_outputs=encoder_outputs(engine),
     )
 
 
@@ -110,7 +113,8 @@ def _live(engine: Engine, slot: int) -> LiveRequest:
     stage, transfer_left_s = _transfer(engine, slot)
     counters: dict[str, Any] = {name: int(row[name]) for name in COUNTERS}
     return LiveRequest(
-        request=engine.request_in(slot),
+        request=with_identities(engine, slot),
+        referenced_inputs=referenced_inputs(engine, slot),
         produced_tokens=int(row.output_tokens),
         num_blocks=int(row.num_blocks),
         full_blocks=int(row.full_blocks),
@@ -150,6 +154,7 @@ def _in_flight(engine: Engine, ahead: int) -> StepUnderWay:
         scheduled={engine.id_of(entry.slot): int(entry.tokens) for entry in live},
         sampled=tuple(engine.id_of(entry.slot) for entry in live if entry.sampled),
         swapped_tokens=int(step.num_swapped),
+        extra_s=float(step.extra_s),
         drafts={engine.id_of(entry.slot): int(entry.drafts) for entry in live if entry.drafts},
     )
 
@@ -206,6 +211,8 @@ def engine_from(snapshot: Snapshot, step_time: StepTime, residual: str = DEFAULT
         with _at(f"held[{position}]"):
             _put_back(engine, item, FINISHED)
     _put_back_blocks(engine, snapshot)
+    engine.set_adapters(snapshot.adapters)
+    put_back_encoder(engine, snapshot)
     head = engine.state.engine[0]
     head.now_s = min([snapshot.taken_s, *(step.start_s for step in snapshot.steps)])
     head.decodes_since_look = snapshot.decodes_since_look
@@ -429,7 +436,7 @@ def _put_back_step(engine: Engine, step: StepUnderWay, taken_s: float) -> None:
     in_older = np.isin(slots, state.batch[state.engine[0].oldest].slot[:older])
     rows: Any = state.requests[slots]
     before = rows.computed_tokens - np.where(in_older, batch.tokens[:count], rows.in_flight_tokens)
-    record.num_swapped = step.swapped_tokens
+    record.num_swapped, record.extra_s = step.swapped_tokens, step.extra_s
     steps.sum_up(state, np.maximum(before, 0).astype(np.int64))
     steps.put_in_flight(state, step.start_s)
     record.end_s = max(record.end_s, taken_s)

@@ -79,6 +79,9 @@ ENGINE = np.dtype(
         ("transfer_pace", "f8"),  # real over predicted duration of transfers
         ("transfer_shared", "i8"),  # transfers that overlap share the link
         ("orders_queue", "i8"),  # the local scheduler orders the waiting requests itself
+        # SGLang: each content has one block, from the end of a prefill on; instead of an empty step the engine waits
+        # for the one in flight; what a preempted request has in flight is lost
+        ("is_sglang", "i8"),
         ("num_speculative_tokens", "i8"),
         ("num_lookahead_tokens", "i8"),  # slots allocated with each step, for the KV of draft tokens
         ("draft_slots", "i8"),  # input tokens that each request in a step uses beside its own
@@ -118,6 +121,7 @@ ENGINE = np.dtype(
         # steps in flight, oldest first
         ("num_in_flight", "i8"),
         ("oldest", "i8"),
+        ("awaits_step", "i8"),  # it plans nothing before the step in flight ends
         # KV blocks; the free ones are a linked list in the order of reuse
         ("num_free_blocks", "i8"),
         ("free_head", "i8"),
@@ -135,6 +139,25 @@ ENGINE = np.dtype(
         ("stops", "i8"),  # of a forecast, when its run ends early: `NEVER`, `WHEN_KEPT` or `AT_SETBACK`
         ("is_kept", "i8"),  # the run ended because certainly no setback follows
         ("stuck", "i8"),  # nothing changes before an arrival: no request fits, or preemptions repeat forever
+        # LoRA adapters
+        ("max_loras", "i8"),  # in one step, and in GPU slots; 0: adapters are not modelled
+        ("max_cpu_loras", "i8"),  # in host memory
+        ("lora_load_s", "f8"),  # seconds until an adapter is in host memory
+        ("lora_activate_s", "f8"),  # and from there in a GPU slot
+        ("num_adapters", "i8"),  # in host memory
+        ("num_step_adapters", "i8"),  # in the step that is being planned
+        ("num_adapter_loads", "i8"),
+        ("num_adapter_activations", "i8"),
+        # inputs of an encoder
+        ("max_encoder_tokens", "i8"),  # of a step; 0: the model has no encoder
+        ("whole_encoder_inputs", "i8"),  # no step ends within an input's tokens, unless it starts there
+        ("encoder_token_s", "f8"),  # seconds that the encoder takes for a token
+        ("encoder_tokens_left", "i8"),  # of the budget of the step that is being planned
+        ("encoder_tokens_left_after", "i8"),  # if the request that is being planned is in it
+        ("num_encoder_entries", "i8"),  # outputs in the cache
+        ("encoder_free", "i8"),  # tokens of the cache that no output takes
+        ("encoder_reclaimable", "i8"),  # the same, and those of outputs that no request refers to
+        ("encoder_clock", "i8"),  # counts the outputs that became unused
     ],
     align=True,
 )
@@ -226,6 +249,8 @@ FACTS = np.dtype(
         ("weight", "f8"),
         ("tenant", "i8"),  # `request.tenant_number` of the client id; 0: unknown
         ("request_class", "i8"),  # index in `request.CLASSES`
+        ("adapter", "i8"),  # `request.adapter_number` of its LoRA adapter; 0: none
+        ("num_encoder_inputs", "i8"),
     ],
     align=True,
 )
@@ -268,6 +293,7 @@ STEP = np.dtype(
         ("num_preempted", "i8"),
         ("pace", "f8"),
         ("num_swapped", "i8"),  # tokens whose KV is copied to host memory, or back
+        ("extra_s", "f8"),  # of its duration, what loading adapters and the encoder take
     ],
     align=True,
 )
@@ -304,6 +330,31 @@ TWO_ENDED_BLOCK = np.dtype(
     align=True,
 )
 
+# A LoRA adapter in host memory; the least recently used one comes first.
+ADAPTER = np.dtype([("number", "i8"), ("is_active", "i8")], align=True)  # active: in a GPU slot
+
+# An image, or another input of an encoder, in a request's prompt.
+ENCODER_INPUT = np.dtype(
+    [
+        ("identity", "i8"),  # equal for equal inputs
+        ("position", "i4"),  # of its first token
+        ("tokens", "i4"),
+        ("stage", "i8"),  # as in `encoder_inputs`
+        ("step", "i8"),  # that computes its output
+    ],
+    align=True,
+)
+# An output of an encoder in the cache.
+ENCODER_OUTPUT = np.dtype(
+    [
+        ("identity", "i8"),
+        ("tokens", "i8"),
+        ("num_refs", "i8"),  # requests that refer to it
+        ("unused_since", "i8"),  # on `encoder_clock`
+    ],
+    align=True,
+)
+
 
 class State(NamedTuple):
     """All that the loop reads and writes; a request is identified by its slot, its row in `requests`."""
@@ -325,6 +376,10 @@ class State(NamedTuple):
     blocks: np.recarray[Any, Any]  # BLOCK per KV block
     tables: np.ndarray  # the blocks of each slot
     cached: np.ndarray  # first block that holds each shared content
+    adapters: np.recarray[Any, Any]  # ADAPTER each, in host memory
+    step_adapters: np.ndarray  # scratch space of `adapters`: numbers of those in the step that is being planned
+    encoder_cache: np.recarray[Any, Any]  # ENCODER_OUTPUT each
+    encoder_inputs: np.recarray[Any, Any]  # ENCODER_INPUT per slot and position
     facts: np.recarray[Any, Any]  # FACTS per slot
     hashes: np.ndarray  # shared contents of each slot's blocks
     expected_accepted: np.ndarray  # mean number of accepted tokens, by the number of draft tokens
@@ -377,6 +432,10 @@ def allocate(
         turns=np.zeros(num_slots, np.int32),
         ranks=np.zeros(num_slots, RANK).view(np.recarray),
         cached=np.full(1, NONE, np.int32),
+        adapters=np.zeros(config.num_cpu_loras, ADAPTER).view(np.recarray),
+        step_adapters=np.zeros(config.max_loras, np.int64),
+        encoder_cache=np.zeros(config.encoder_cache_size, ENCODER_OUTPUT).view(np.recarray),
+        encoder_inputs=np.zeros((num_slots, 1), ENCODER_INPUT).view(np.recarray),
         expected_accepted=np.zeros(config.num_speculative_tokens + 1),
         costs=costs,
     )
@@ -413,6 +472,12 @@ def allocate(
     engine.kv_layout = KV_LAYOUTS.index(config.kv_layout)
     engine.swap_token_s = config.swap_token_s
     _set_speculation(state, config)
+    engine.max_loras, engine.max_cpu_loras = config.max_loras, config.num_cpu_loras
+    engine.lora_load_s, engine.lora_activate_s = config.lora_load_s, config.lora_activate_s
+    engine.max_encoder_tokens = config.max_num_encoder_input_tokens
+    engine.whole_encoder_inputs = config.disable_chunked_mm_input
+    engine.encoder_token_s = config.encoder_token_s
+    engine.encoder_free = engine.encoder_reclaimable = config.encoder_cache_size
     engine.free_head, engine.free_tail = (0, tracked_blocks - 1) if tracked else (NONE, NONE)
     state.two_ended_blocks.left = state.two_ended_blocks.right = NONE
     state.blocks.content = NO_CONTENT
@@ -445,13 +510,21 @@ def expect_drafts(state: State, drafts: ExpectedDrafts) -> None:
 
 def no_facts(*shape: int) -> np.recarray[Any, Any]:
     """Make an array of default facts, for requests whose clients send none."""
-    return np.full(shape, np.array((math.nan, math.nan, 1.0, 0, 0), FACTS)).view(np.recarray)
+    return np.full(shape, np.array((math.nan, math.nan, 1.0, 0, 0, 0, 0), FACTS)).view(np.recarray)
 
 
-def widen(state: State, *, num_slots: int, blocks_per_request: int, num_contents: int) -> State:
+def widen(
+    state: State, *, num_slots: int, blocks_per_request: int, num_contents: int, num_encoder_inputs: int = 0
+) -> State:
     """Return the state with room for at least these numbers; the same state where it has it already."""
     old_slots, old_width = state.tables.shape
-    if num_slots <= old_slots and blocks_per_request <= old_width and num_contents <= len(state.cached):
+    old_inputs = state.encoder_inputs.shape[1]
+    if (
+        num_slots <= old_slots
+        and blocks_per_request <= old_width
+        and num_contents <= len(state.cached)
+        and num_encoder_inputs <= old_inputs
+    ):
         return state
     slots = _grown(old_slots, num_slots)
     width = _grown(old_width, blocks_per_request)
@@ -469,6 +542,7 @@ def widen(state: State, *, num_slots: int, blocks_per_request: int, num_contents
         facts=np.append(state.facts, no_facts(slots - old_slots)).view(np.recarray),
         hashes=_padded(state.hashes, (slots, width)),
         cached=_padded(state.cached, (_grown(len(state.cached), num_contents),), NONE),
+        encoder_inputs=_padded(state.encoder_inputs, (slots, _grown(old_inputs, num_encoder_inputs))).view(np.recarray),
     )
     wide.engine[0].waiting_head = wide.engine[0].pending_head = 0
     return wide
@@ -491,6 +565,7 @@ def layer(stack: State, source: State, index: int) -> State:
         stack.transfers[index], stack.preempted[index], stack.steps[index], stack.batch[index],
         stack.turn_starts[index], stack.turns[index], stack.ranks[index], stack.clients[index],
         stack.two_ended_blocks[index], stack.blocks[index], stack.tables[index], stack.cached[index],
+        stack.adapters[index], stack.step_adapters[index], stack.encoder_cache[index], stack.encoder_inputs[index],
         source.facts, source.hashes, source.expected_accepted, source.costs,
     )  # fmt: skip
 
@@ -516,6 +591,10 @@ def copy_into(target: State, source: State) -> None:
             _copy_request(target, source, source.batch[index, position].slot)
     for client in range(engine.num_clients):
         target.clients[client] = source.clients[client]
+    for adapter in range(engine.num_adapters):
+        target.adapters[adapter] = source.adapters[adapter]
+    for entry in range(engine.num_encoder_entries):
+        target.encoder_cache[entry] = source.encoder_cache[entry]
     if engine.kv_layout == TWO_ENDED_LAYOUT:
         for block in range(engine.num_blocks):
             target.two_ended_blocks[block] = source.two_ended_blocks[block]
@@ -547,6 +626,9 @@ def _copy_ring(target: State, source: State, to: np.ndarray, ring: np.ndarray, h
 def _copy_request(target: State, source: State, slot: int) -> None:
     to, words = target.requests.view(np.int64), source.requests.view(np.int64)
     _copy_words(to, words, slot * REQUEST_WORDS, REQUEST_WORDS)
+    if source.engine[0].max_encoder_tokens > 0:
+        for index in range(source.facts[slot].num_encoder_inputs):
+            target.encoder_inputs[slot, index] = source.encoder_inputs[slot, index]
     if source.engine[0].prefix_caching:
         request = source.requests[slot]
         for position in range(max(request.num_blocks, request.full_blocks)):

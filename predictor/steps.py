@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from predictor import blocks, estimator, queues
+from predictor import adapters, blocks, encoder_inputs, estimator, queues
 from predictor.compiled import kernel, small_kernel
 from predictor.state import EXPECTED, FINISHED, PENDING, RUNNING, WAITING, State
 from predictor.step_time import is_measured, region_of, step_seconds
@@ -22,6 +22,7 @@ def begin(state: State) -> None:
     step = state.steps[current(state)]
     step.num_scheduled = 0
     step.num_preempted = step.num_swapped = 0
+    step.extra_s = 0.0
 
 
 @small_kernel
@@ -75,6 +76,10 @@ def launch(state: State) -> None:
     index = current(state)
     step = state.steps[index]
     clear_sums(step)
+    if engine.max_loras > 0:
+        step.extra_s += adapters.load_for_step(state)
+    if engine.max_encoder_tokens > 0:
+        step.extra_s += encoder_inputs.tokens_of_step(state) * engine.encoder_token_s
     for position in range(step.num_scheduled):
         entry = state.batch[index, position]
         request = state.requests[entry.slot]
@@ -126,6 +131,7 @@ def put_in_flight(state: State, start_s: float) -> None:
         engine.unmeasured_s += seconds
     if step.num_swapped > 0:  # the copies run beside the step
         step.end_s = max(step.end_s, step.start_s + step.num_swapped * engine.swap_token_s)
+    step.end_s += step.extra_s
     engine.num_in_flight += 1
 
 
@@ -176,6 +182,7 @@ def retire(state: State) -> None:
     if engine.estimator_momentum > 0:
         estimator.observe(engine, engine.num_steps - engine.num_in_flight, step.pace)
     engine.num_in_flight -= 1
+    engine.awaits_step = 0
     if engine.defers_frees:
         free_deferred(state, index)
     num_finished = 0
@@ -187,14 +194,16 @@ def retire(state: State) -> None:
         stale = request.stale_tokens > 0
         if stale:
             request.stale_tokens -= entry.tokens
-        if request.status == FINISHED or not entry.sampled or (stale and engine.drops_stale):
+        if request.status == FINISHED or (stale and engine.drops_stale):
+            continue
+        if encoder_inputs.has_some(state, entry.slot):
+            encoder_inputs.release_computed(state, entry.slot)
+        if not entry.sampled:
             continue
         engine.fruitless_preemptions = 0
         num_tokens = take_tokens(state, entry, stale)
-        if engine.pipeline_depth > 1 and not stale:
-            request.placeholders -= num_tokens
-            if request.status == RUNNING:
-                blocks.register_full(state, entry.slot, request.computed_tokens - request.placeholders)
+        if not stale:
+            know_tokens(state, entry.slot, num_tokens)
         if request.output_tokens >= request.final_tokens:
             from_waiting = from_waiting or request.status == WAITING
             queues.complete(state, entry.slot)
@@ -203,6 +212,26 @@ def retire(state: State) -> None:
             propose(state, entry)
     if num_finished > 0:
         queues.drop_finished(state, from_waiting)
+    queues.forget_when_idle(state)
+
+
+@small_kernel
+def know_tokens(state: State, slot: int, num_tokens: int) -> None:
+    """Count the tokens that a request has just got as known, and register for prefix hits the blocks known by them.
+
+    SGLang registers a prompt at the end of its prefill, and the rest at the end of the request; vLLM does it before the
+    step, where it plans none ahead.
+    """
+    engine, request = state.engine[0], state.requests[slot]
+    if engine.pipeline_depth > 1:
+        request.placeholders -= num_tokens
+    if request.status != RUNNING:
+        return
+    if engine.is_sglang:
+        if request.prompt_tokens + request.output_tokens == request.prefill_tokens + 1:
+            blocks.share_full(state, slot, request.prefill_tokens)
+    elif engine.pipeline_depth > 1:
+        blocks.register_full(state, slot, request.computed_tokens - request.placeholders)
 
 
 @small_kernel
@@ -293,3 +322,4 @@ def abort(state: State, slot: int) -> None:
     queues.finish(state, slot)
     queues.drop_finished(state, status == WAITING)
     state.engine[0].steady = state.engine[0].stuck = 0
+    queues.forget_when_idle(state)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from scheduler.adapters import NO_ADAPTER, AdapterIndex
 from scheduler.indicators import INDEX_OF, INDICATORS, Column, IndicatorSource, require_indicator
 
 Rows = npt.NDArray[np.intp]
@@ -27,6 +28,7 @@ class RequestIndicators:
     due_s: float = math.inf
     tpot_slo_s: float = math.inf
     prefix_class: Hashable = None
+    adapter: int = NO_ADAPTER  # `predictor.request.adapter_number`
 
 
 ANY_REQUEST = RequestIndicators()
@@ -49,6 +51,7 @@ class InstanceColumns:
     sent_last_minute: Column
     tier_tpot_s: Column
     tier_closed: Column
+    adapters: AdapterIndex = field(default_factory=AdapterIndex)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -125,7 +128,7 @@ class Candidates:
         """The length of the request's prompt."""
         return self.request.prompt_tokens
 
-    def _look_up(self, name: str) -> Column:
+    def _look_up(self, name: str) -> Column:  # noqa: PLR0911 - one for each source
         index = INDEX_OF.get(name)
         if index is not None:
             reported = self.known.reported[index]
@@ -139,6 +142,9 @@ class Candidates:
             return self.now_s - self._of_candidates(self.known.reported_s)
         if name == "ttft_left_s":
             return np.full(len(self), self.request.due_s - self.now_s)
+        if indicator.source is IndicatorSource.ADAPTERS:
+            of = self.known.adapters.active if name == "adapter_active" else self.known.adapters.loaded
+            return self._of_candidates(of(self.request.adapter, self.known.instance_ids))
         if indicator.source is IndicatorSource.LISTED:
             return self._listed(name)
         if name in ("prompt_tokens", "tag_tokens", "tpot_slo_s"):

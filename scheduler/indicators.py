@@ -35,6 +35,7 @@ class IndicatorSource(Enum):
 
     REPORTED = "the sidecar's last report, age_s ago: in a reply, or from its stream"
     PREFIX = "the engine's prefix cache, if a forecast was made; else the prompts that this scheduler sent there"
+    ADAPTERS = "the adapters that the sidecar reported last"
     SESSION = "this scheduler's memory of where the session's last request went"
     FORECAST = "the sidecar's forecast of this request, made for this decision"
     REQUEST = "the request itself"
@@ -88,7 +89,10 @@ REPORTED = (
     _reported("num_preemptions_total", "requests", "preempted since the engine started"),
     _reported("num_finished_total", "requests", "finished since the engine started"),
     _reported("num_fetching", "requests", "waiting while their KV blocks are fetched from another engine", 0.0),
+    _reported("num_adapters", "adapters", "LoRA, in GPU memory", 0.0),
+    _reported("max_loras", "adapters", "LoRA, in GPU memory at most; 0 where the engine serves none", 0.0),
     _reported("num_held_blocks", "blocks", "of finished prefill legs, held until they are fetched", 0.0),
+    _reported("num_offloaded_blocks", "blocks", "on off-loading tiers of the KV cache, known from KV events", 0.0),
     _reported(
         "decode_step_s", "s", "predicted duration of a step that decodes all requests there, reserved ones too", 0.0
     ),
@@ -132,6 +136,20 @@ OTHERS = (
         otherwise=0.0,
     ),
     Indicator(
+        name="adapter_active",
+        unit="0 or 1",
+        meaning="1 where this request's LoRA adapter is in GPU memory, or a request there has it; 1 without an adapter",
+        source=IndicatorSource.ADAPTERS,
+        otherwise=0.0,
+    ),
+    Indicator(
+        name="adapter_loaded",
+        unit="0 or 1",
+        meaning="1 where this request's LoRA adapter is in GPU or host memory; 1 without an adapter",
+        source=IndicatorSource.ADAPTERS,
+        otherwise=0.0,
+    ),
+    Indicator(
         name="tier_tpot_s",
         unit="s",
         meaning="bound of the tier that the list of instances gives; infinite without one",
@@ -165,6 +183,9 @@ OTHERS = (
     _forecast("gain_before", "gain", "weights of tokens that come by their deadlines there, in sum, without this one"),
     _forecast("gain_after", "gain", "the same with this request"),
     _forecast("least_slack_s", "s", "to its deadline at which a token comes there, at least; of requests not late yet"),
+    _forecast(
+        "offloaded_hit_tokens", "tokens", "of this request's prompt on off-loading tiers, behind the prefix hits"
+    ),
     _forecast("predicted_unmeasured", "ratio", "of the forecast's time in batches outside of the profile's range"),
 )
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
+from scheduler.adapters import ReportedAdapters
 from scheduler.candidates import (
     ANY_REQUEST,
     SECONDS_PER_MINUTE,
@@ -46,6 +47,8 @@ class InstanceTable:
         if ids == before.instance_ids:
             return
         self.known = _unknown(ids, self._next_number)
+        self.known.adapters = before.adapters
+        self.known.adapters.keep(ids)
         self._next_number += len(ids)
         self.row_of = {name: row for row, name in enumerate(ids)}
         stay = [name for name in ids if name in row_before]
@@ -74,6 +77,10 @@ class InstanceTable:
         self.update(instance_id, values, now_s, age_s)
         if instance_id in self._in_flight:
             self.known.reported[IN_FLIGHT, row] += self._in_flight[instance_id]
+
+    def set_adapters(self, instance_id: str, adapters: ReportedAdapters) -> None:
+        """Replace the LoRA adapters that an instance has."""
+        self.known.adapters.replace(instance_id, adapters)
 
     def update(self, instance_id: str, values: Mapping[str, float], now_s: float, age_s: float = 0.0) -> None:
         """Take the indicators that changed since an instance's last report."""

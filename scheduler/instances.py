@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 HEAD_OF, VERSION_OF = attrgetter("head"), itemgetter(2)
 NO_VERSIONS = ReservationVersions()  # of an instance that is gone; never written to
+MAX_SHOWN = 20  # models in an error
 MAX_MODELS = 1024  # whose rows are remembered
 NO_ROLES: Mapping[str, str] = MappingProxyType({})
 NO_ROWS = np.zeros(0, np.intp)
@@ -92,6 +93,8 @@ class InstanceStatus:
 
     instance_id: str
     models: tuple[str, ...] = ()
+    listed: frozenset[str] = frozenset()  # models that its engine lists, adapters included; empty: unknown
+    adapters: frozenset[str] = frozenset()  # of them, LoRA adapters
     role: str = "both"
     tier_tpot_s: float = math.inf  # by the list of instances: the bound of its tier
     tier_closed: bool = False  # by the list of instances: it takes only requests of its tier
@@ -180,6 +183,7 @@ class InstanceDirectory:
         }
         self.suspects: set[str] = set()
         self._rows_of_model: dict[str, Rows | None] = {}
+        self.adapters: frozenset[str] = frozenset()  # LoRA adapters that any instance lists
         self.has_roles = False  # whether any instance serves only one leg
         self._is_prefill: npt.NDArray[np.bool_] | None = None  # by row; None where no instance has a role
         self._rows_in_pool: dict[tuple[int, RolePool], tuple[Rows | None, Rows]] = {}
@@ -191,6 +195,7 @@ class InstanceDirectory:
         before = self.by_id
         self.by_id = {one.instance_id: one for one in sorted(statuses, key=lambda one: one.instance_id)}
         self._rows_of_model.clear()
+        self._take_adapters()
         self._take_roles()
         self._versions = [one.versions for one in self.by_id.values()]
         self.table.follow(name for name, one in self.by_id.items() if before.get(name) is one)
@@ -226,6 +231,17 @@ class InstanceDirectory:
         """Return the models that instances name."""
         return sorted({name for one in self.by_id.values() for name in one.models})
 
+    def set_listed(self, instance_id: str, names: frozenset[str], adapters: frozenset[str]) -> None:
+        """Take the models that an instance's engine lists, and which of them are LoRA adapters."""
+        one = self.by_id[instance_id]
+        if (one.listed, one.adapters) != (names, adapters):
+            one.listed, one.adapters = names, adapters
+            self._rows_of_model.clear()
+            self._take_adapters()
+
+    def _take_adapters(self) -> None:
+        self.adapters = frozenset(name for one in self.by_id.values() for name in one.adapters)
+
     def rows_of_model(self, model: str) -> Rows | None:
         """Return the rows of the instances that may serve a model; None for all, no model for the only one there is."""
         if not self.by_id:
@@ -243,9 +259,14 @@ class InstanceDirectory:
             if len(models) > 1:
                 raise ValueError(f"request.model: is missing; there are {', '.join(models)}")
             return None
-        found = [name for name, one in self.by_id.items() if not one.models or model in one.models]
+        is_listed = any(model in one.listed for one in self.by_id.values())
+        found = [name for name, one in self.by_id.items() if _may_serve(one, model, is_listed=is_listed)]
         if not found:
-            raise UnknownModelError(f"request.model: {model!r} is served by no instance; there are {', '.join(models)}")
+            known = sorted({*models, *self.adapters})
+            raise UnknownModelError(
+                f"request.model: The model `{model}` does not exist. There are {', '.join(known[:MAX_SHOWN])}"
+                f"{', …' if len(known) > MAX_SHOWN else ''}."
+            )
         if len(found) == len(self.by_id):
             return None
         return np.array([self.table.row_of[name] for name in found], np.intp)
@@ -308,3 +329,13 @@ class InstanceDirectory:
         status = self.by_id.get(instance_id)
         if status is not None:
             status.engine.succeeded()
+
+
+def _may_serve(one: InstanceStatus, model: str, *, is_listed: bool) -> bool:
+    """Return whether an instance may serve a model: it has it, or nothing says which ones it has.
+
+    Where any engine lists the model, an instance whose engine lists others does not serve it.
+    """
+    if model in one.models or model in one.listed:
+        return True
+    return not one.models and not (is_listed and one.listed)

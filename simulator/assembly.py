@@ -24,6 +24,7 @@ from simulator import kernels
 from simulator.conditions import FIRST_COME, WHOLE_QUEUE_TURNS, Conditions, require_outages
 from simulator.coupled_run import CoupledSimulation
 from simulator.fleet import InstanceSpec, has_roles, instance_names, make_fleet, noise_factors, residual_table
+from simulator.fleet_adapters import FleetAdapters
 from simulator.queue_order import QueueOrder
 from simulator.result import DECISION, RunResult
 from simulator.run import BACK, FOREVER, OUT, SAMPLE, TICK, Simulation
@@ -109,6 +110,9 @@ def simulation(
         watches_minute="requests_per_minute" in roots,
         watches_drain="drained_s" in roots,
     )
+    if work.adapter is not None:
+        for scheduler in schedulers:
+            scheduler.table.known.adapters = FleetAdapters(lambda: simulation.fleet)
     for which, scheduler in enumerate(schedulers):
         if conditions.has_fresh_indicators:
             scheduler.table.known.reported = simulation.reported
@@ -192,6 +196,8 @@ def _requests(work: Workload, lengths: RequestLengths, order_s_per_token: float)
     if order_s_per_token > 0:
         tokens = np.where(np.isnan(work.tag_median), lengths.output_tokens, work.tag_median) + lengths.prompt_tokens
         facts.priority = np.round(1000 * (work.arrival_s + order_s_per_token * tokens))
+    if work.adapter is not None:
+        facts.adapter = work.adapter
     if lengths.num_contents:
         facts.first_content = lengths.first_content[:-1]
         facts.num_contents = np.diff(lengths.first_content)

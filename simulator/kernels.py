@@ -43,6 +43,7 @@ REQUEST = np.dtype(
         ("tpot_slo_s", "f8"),
         ("weight", "f8"),
         ("request_class", "i8"),
+        ("adapter", "i8"),  # `predictor.request.adapter_number`; 0: none
     ],
     align=True,
 )
@@ -170,6 +171,7 @@ def engine_at(stack: State, costs: Costs, index: int) -> State:
         stack.transfers[index], stack.preempted[index], stack.steps[index], stack.batch[index],
         stack.turn_starts[index], stack.turns[index], stack.ranks[index], stack.clients[index],
         stack.two_ended_blocks[index], stack.blocks[index], stack.tables[index], stack.cached[index],
+        stack.adapters[index], stack.step_adapters[index], stack.encoder_cache[index], stack.encoder_inputs[index],
         stack.facts[index], stack.hashes[index], stack.expected_accepted[index],
         Costs(costs.coefficients[index], costs.by_tokens[index], costs.by_count[index]),
     )  # fmt: skip
@@ -245,6 +247,7 @@ def fill_slot(fleet: EngineArrays, requests: Requests, index: int, slot: int, nu
     # deadlines count from the arrival at the cluster
     target.ttft_slo_s = facts.ttft_slo_s - (arrives_s - facts.arrival_s)
     target.tpot_slo_s, target.weight, target.request_class = facts.tpot_slo_s, facts.weight, facts.request_class
+    target.adapter = facts.adapter
     request.tokens_on_time = NONE if np.isnan(facts.ttft_slo_s) else 0
     if engine.prefix_caching:
         num_hashes = min(facts.num_contents, facts.prompt_tokens // engine.block_size)

@@ -295,6 +295,7 @@ class Simulation:
             tag_tokens=self.tag_tokens[number],
             due_s=levels.due_s[number] - self.conditions.deadline_margin_s,
             tpot_slo_s=levels.tpot_slo_s[number],
+            adapter=0 if self.work.adapter is None else int(self.work.adapter[number]),
         )
         request = PlacementRequest(
             number=number,

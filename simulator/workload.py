@@ -53,6 +53,7 @@ class Workload:
     tag_spread: Floats
     service: ServiceLevels | None = None  # None: no targets, and everything else as by default
     session: Counts | None = None  # the number of each request's session, -1 without one; None: no request has one
+    adapter: Counts | None = None  # the number of each request's LoRA adapter, 0 without one; None: no request has one
 
     def __len__(self) -> int:
         """The number of requests."""

@@ -1,13 +1,13 @@
 """vLLM v1 (0.28 to 0.33): running requests first, then waiting ones, within one token budget; preemption by recompute.
 
-Mirrors `Scheduler.schedule` and `KVCacheManager.allocate_slots` for text requests, with and without speculation; where
-versions differ, `vllm_versions` says how. A step with draft tokens never repeats itself, so an engine with speculation
+Mirrors `Scheduler.schedule` and `KVCacheManager.allocate_slots`, with and without speculation; where versions differ,
+`vllm_versions` says how. A step with draft tokens never repeats itself, so an engine with speculation
 is never steady.
 """
 
 from __future__ import annotations
 
-from predictor import blocks, queues, remote_kv, steps
+from predictor import adapters, blocks, encoder_inputs, queues, remote_kv, steps
 from predictor.compiled import kernel, small_kernel
 from predictor.state import FETCH_FAILED, FETCHED, TO_FETCH, WAITING, State
 
@@ -19,9 +19,12 @@ def schedule(state: State) -> bool:
     """Fill the step; return whether the next one will decode all running requests, if none ends or arrives."""
     engine = state.engine[0]
     threshold = long_prefill_limit(state)
+    engine.encoder_tokens_left = engine.max_encoder_tokens
     budget, steady = schedule_running(state, engine.max_num_batched_tokens, threshold)
     if state.steps[steps.current(state)].num_preempted > 0:
         return False
+    if engine.max_loras > 0:
+        adapters.note_scheduled(state)
     return schedule_waiting(state, budget, threshold) and steady and engine.num_speculative_tokens == 0
 
 
@@ -52,19 +55,28 @@ def schedule_running(state: State, budget: int, threshold: int) -> tuple[int, bo
             continue
         num_tokens = uncomputed_tokens(state, slot, threshold, budget - slots)
         num_tokens = min(num_tokens, engine.max_model_len - request.computed_tokens - 1)
+        has_inputs = encoder_inputs.has_some(state, slot)
+        if has_inputs:
+            num_tokens = encoder_inputs.limit(state, slot, request.computed_tokens, num_tokens)
         if engine.num_prefill_lookahead_tokens > 0:
             num_tokens = shortened(state, slot, request.computed_tokens, num_tokens)
         if num_tokens <= 0:
+            if has_inputs:
+                encoder_inputs.drop(state, slot)
             steady = False
             position += 1
             continue
         position, freed = make_room(state, position, slot, with_lookahead(state, request.computed_tokens + num_tokens))
         budget += freed
         if position < 0:
+            if has_inputs:
+                encoder_inputs.drop(state, slot)
             return budget, False
         if request.status == WAITING:  # it has preempted itself
             continue
         give_blocks(state, slot, request.computed_tokens + num_tokens)
+        if has_inputs:
+            encoder_inputs.commit(state, slot)
         steady = steady and goes_on_decoding(state, slot, request.computed_tokens + num_tokens)
         steps.assign(state, slot, num_tokens)
         budget -= num_tokens + slots
@@ -128,11 +140,15 @@ def preempt_for(state: State, position: int, slot: int, num_tokens: int) -> tupl
         chosen = queues.lowest_ranked(state) if engine.by_priority else engine.num_running - 1
         if engine.defers_frees and state.requests[state.running[chosen]].in_flight_tokens > 0:
             return NO_VICTIM, freed
+        encoder_tokens = 0
+        if encoder_inputs.has_some(state, state.running[chosen]):
+            encoder_tokens = encoder_inputs.tokens_in_step(state, state.running[chosen])
         victim = queues.preempt(state, chosen)
         if victim == slot:
             return (position if engine.goes_on_after_self_preemption else PREEMPTED_ITSELF), freed
         restored = steps.unassign(state, victim)
         freed += restored + engine.draft_slots if restored > 0 else 0
+        engine.encoder_tokens_left += encoder_tokens
         if chosen < position:
             position -= 1
     return position, freed
@@ -209,7 +225,7 @@ def tokens_to_admit(state: State, slot: int, computed_tokens: int, threshold: in
 
 
 @kernel
-def schedule_waiting(state: State, budget: int, threshold: int) -> bool:
+def schedule_waiting(state: State, budget: int, threshold: int) -> bool:  # noqa: C901, PLR0912, PLR0915 - as vLLM's
     """Admit from the head of the queue until seats, budget or blocks run out.
 
     Returns whether the next step will admit no request, and those admitted now will all decode in it.
@@ -231,12 +247,17 @@ def schedule_waiting(state: State, budget: int, threshold: int) -> bool:
             steady = False
             position += 1
             continue
+        if engine.max_loras > 0 and adapters.must_wait(state, slot):
+            position += 1
+            continue
         if engine.fetches and request.num_blocks > 0:
             num_tokens = continue_fetched(state, position, slot, threshold, budget)
             if num_tokens == 0:
                 return steady and engine.chunked_prefill
             steady = steady and goes_on_decoding(state, slot, request.computed_tokens + num_tokens)
             budget -= num_tokens
+            if engine.max_loras > 0:
+                adapters.note(state, slot)
             continue
         num_hits = blocks.find_hits(state, slot)
         if request.stage == TO_FETCH:
@@ -249,12 +270,25 @@ def schedule_waiting(state: State, budget: int, threshold: int) -> bool:
         num_tokens = tokens_to_admit(state, slot, computed, threshold, budget - slots, padded)
         if num_tokens <= 0:
             return False
+        has_inputs = encoder_inputs.has_some(state, slot)
+        if has_inputs:
+            num_tokens = encoder_inputs.limit(state, slot, computed, num_tokens)
+            if num_tokens <= 0:
+                encoder_inputs.drop(state, slot)
+                return False
         if not fits(state, slot, num_hits, computed + num_tokens):
+            if has_inputs:  # it is tried again in each step, which makes outputs in the cache the newest
+                encoder_inputs.release(state, slot)
+                return False
             # with fewer hits the first chunk needs fewer blocks: it may fit after decodes have evicted some hits
             return steady and (num_hits == 0 or engine.reserve_full_isl == 1)
         queues.admit(state, position, computed)
         blocks.adopt_hits(state, slot, num_hits)
         give_blocks(state, slot, computed + num_tokens)
+        if has_inputs:
+            encoder_inputs.commit(state, slot)
+        if engine.max_loras > 0:
+            adapters.note(state, slot)
         steady = steady and goes_on_decoding(state, slot, computed + num_tokens)
         steps.assign(state, slot, num_tokens)
         if padded:

@@ -8,13 +8,13 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from predictor.config import PRODUCER_AND_CONSUMER
+from predictor.config import MAX_LORAS, PRODUCER_AND_CONSUMER
 from predictor.speculation import EAGLE, MAX_SPECULATIVE_TOKENS, DraftTotals, require_counts
 
 MAX_LINE_CHARS = 4096
 
 _SAMPLE = re.compile(r"^vllm:([a-z_]+)(?:\{(.*)\})? ([0-9.eE+-]+|NaN|[+-]?Inf)(?: \d+)?$")
-_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 # vLLM's metrics by our names; the first spelling that is present counts
 METRIC_NAMES = {
@@ -40,7 +40,10 @@ SETTINGS: dict[str, Callable[[str], int | bool]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScrapedMetrics:
-    """One scrape of /metrics; a metric that the engine does not export is None."""
+    """One scrape of /metrics; a metric that the engine does not export is None.
+
+    An engine that `updates_rarely` sets its gauges not with every step, so that a scrape may repeat the one before.
+    """
 
     running: float | None = None
     waiting: float | None = None
@@ -54,6 +57,7 @@ class ScrapedMetrics:
     created_s: float | None = None
     drafts: DraftTotals | None = None
     settings: Mapping[str, int | bool | str] = field(default_factory=dict)
+    updates_rarely: bool = False
 
     def shows_restart_since(self, before: ScrapedMetrics) -> bool:
         """Return whether the engine restarted in between: its counters are newer, or lower, than before."""
@@ -65,12 +69,17 @@ class ScrapedMetrics:
                 return True
         return False
 
+    def repeats(self, before: ScrapedMetrics) -> bool:
+        """Return whether these are the values of the scrape before, of an engine that updates its gauges rarely."""
+        names = ("running", "waiting", "kv_usage")
+        return self.updates_rarely and all(getattr(self, name) == getattr(before, name) for name in names)
+
     def shows_progress_since(self, before: ScrapedMetrics) -> bool:
         """Return whether the engine computed tokens in between."""
         return (self.prompt_tokens, self.generation_tokens) != (before.prompt_tokens, before.generation_tokens)
 
 
-def parse_metrics(text: str) -> ScrapedMetrics:
+def parse_metrics(text: str) -> ScrapedMetrics:  # noqa: C901 - one branch for each kind of line
     """Parse Prometheus' text format; several engines behind one address are added up, invalid lines are skipped."""
     samples: dict[str, list[float]] = {}
     accepted: dict[int, float] = {}
@@ -80,13 +89,15 @@ def parse_metrics(text: str) -> ScrapedMetrics:
             continue
         name, labels, value = found[1], found[2] or "", float(found[3])
         if name == "cache_config_info":
-            settings = _settings(dict(_LABEL.findall(labels)))
+            settings.update(_settings(dict(LABEL.findall(labels))))
+        elif name == "lora_requests_info":
+            settings.update(_adapter_settings(dict(LABEL.findall(labels))))
         elif name == ACCEPTED_BY_POSITION:
-            position = dict(_LABEL.findall(labels)).get("position", "")
+            position = dict(LABEL.findall(labels)).get("position", "")
             if math.isfinite(value) and position.isdecimal():
                 accepted[int(position)] = accepted.get(int(position), 0.0) + value
         elif math.isfinite(value):
-            if name in METRIC_NAMES["fetching"] and dict(_LABEL.findall(labels)).get("stage") != "in_progress":
+            if name in METRIC_NAMES["fetching"] and dict(LABEL.findall(labels)).get("stage") != "in_progress":
                 continue
             samples.setdefault(name, []).append(value)
     if METRIC_NAMES["fetching"][0] in samples:
@@ -138,6 +149,21 @@ def _settings(labels: Mapping[str, str]) -> dict[str, int | bool | str]:
         except ValueError:  # "None" before the engine has set it
             continue
     return settings
+
+
+def _adapter_settings(labels: Mapping[str, str]) -> dict[str, int | bool | str]:
+    """Return how many LoRA adapters a step may have, by the labels of `vllm:lora_requests_info`."""
+    text = labels.get("max_lora", "")
+    return {"max_loras": int(text)} if text.isascii() and text.isdigit() and 0 < int(text) <= MAX_LORAS else {}
+
+
+def parse_adapters(body: bytes) -> frozenset[str]:
+    """Parse the LoRA adapters of /v1/models, which have a parent; none where the reply is none."""
+    try:
+        cards = json.loads(body)["data"]
+        return frozenset(card["id"] for card in cards if card.get("parent") and isinstance(card["id"], str))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return frozenset()
 
 
 def parse_max_model_len(body: bytes) -> int | None:

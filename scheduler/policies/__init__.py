@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from predictor.suggestions import did_you_mean
 from scheduler.policies import (
+    adapter_affinity,
     block,
     block_mean,
     block_ttft,
@@ -250,6 +251,18 @@ POLICIES = {
         source="ours, after ProServe §2",
         needs=("gain_added", "predicted_e2e_s"),
         tie_break="predicted_e2e_s",
+    ),
+    "adapter_affinity": PolicyEntry(
+        make=adapter_affinity.make,
+        formula="predicted_e2e_s, of instances with the adapter active first while within slack of the best",
+        source="ours",
+        needs=("predicted_e2e_s", "adapter_active"),
+        parameters={
+            "slack": Parameter(
+                default=0.1,
+                meaning="share of the best predicted e2e by which an instance with the adapter may be slower",
+            )
+        },
     ),
     "minimal": PolicyEntry(
         make=plain(minimal.shortest_step), formula="decode_step_s", source="PolyServe §5.1", needs=("decode_step_s",)

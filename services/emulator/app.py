@@ -12,11 +12,12 @@ import signal
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from typing import Any, Protocol
 
 from predictor.config import EngineConfig
 from predictor.request import SERVE
 from predictor.suggestions import require_known
+from services.emulator.adapters import ServedAdapters
 from services.emulator.audio import TranscriptReply
 from services.emulator.driver import Driver
 from services.emulator.errors import DetailError, VllmError, bad_value, not_fetched, unavailable
@@ -24,7 +25,6 @@ from services.emulator.grammars import GrammarCompiler
 from services.emulator.jobs import Job
 from services.emulator.kv_transfers import Fetch
 from services.emulator.messages import MessagesReply
-from services.emulator.metrics import Exposition
 from services.emulator.openai import (
     CHAT,
     COMPLETION,
@@ -39,8 +39,7 @@ from services.emulator.openai import (
     request_from,
 )
 from services.emulator.other_apis import OtherApis
-from services.emulator.rank_metrics import RankExposition
-from services.emulator.ranks import RankDrivers
+from services.emulator.ranks import RankDrivers, at_rank
 from services.emulator.replies import CompletionReply, ReplyWriter
 from services.emulator.responses import ResponsesReply, ResponseStore
 from services.emulator.several import SeveralResponses
@@ -59,6 +58,7 @@ log = logging.getLogger(__name__)
 
 SURFACE = "0.32.0"  # the version of vLLM whose HTTP surface this is
 EVENTS: Headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
+TEXT: Headers = [(b"content-type", b"text/plain; charset=utf-8")]
 METRICS: Headers = [(b"content-type", b"text/plain; version=1.0.0")]
 CONNECTION = "block.connection"  # an ASGI extension
 LARGEST_FACTOR = 1e6
@@ -104,6 +104,13 @@ def faults_from(data: Any) -> Faults:
     return Faults(**data)
 
 
+class MetricsText(Protocol):
+    """Writes an engine's metrics."""
+
+    def text(self) -> bytes:
+        """Return the present values in Prometheus' text format."""
+
+
 class ConnectionProtocol(GuardedProtocol):
     """The protocol, with the connection added to the scope: see `write_chunk`."""
 
@@ -130,13 +137,14 @@ class Emulator(Application):
     error = VllmError
     name = "engine"
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - these are its parts
         self,
         driver: Driver | RankDrivers,
         served: Served,
-        exposition: Exposition | RankExposition,
+        exposition: MetricsText,
         *,
         max_body_bytes: int,
+        adapters: ServedAdapters | None = None,
         grammars: GrammarCompiler | None = None,
     ) -> None:
         """Serve the engine of a driver."""
@@ -145,6 +153,7 @@ class Emulator(Application):
         self.driver = driver
         self.served = served
         self._exposition = exposition
+        self._adapters = adapters or ServedAdapters(served.model)
         self.max_body_bytes = max_body_bytes
         self._faults = Faults()
         self._created_s = int(time.time())
@@ -160,6 +169,14 @@ class Emulator(Application):
             "/version": {"GET": self._version},
             "/load": {"GET": self._load},
             "/metrics": {"GET": self._metrics},
+            **(
+                {
+                    "/v1/load_lora_adapter": {"POST": self._load_adapter},
+                    "/v1/unload_lora_adapter": {"POST": self._unload_adapter},
+                }
+                if self._adapters.is_enabled
+                else {}
+            ),
             "/admin/fault": {"GET": self._show_faults, "POST": self._set_faults},
         }
 
@@ -197,7 +214,7 @@ class Emulator(Application):
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in call.headers}
         try:
             request = request_from(kind, data, headers, call.request_id, self.served)
-            request = replace(request, data_parallel_rank=self._rank_in(call))
+            request = at_rank(request, self._rank_in(call))
             self.driver.require_room(request)
         except VllmError:
             self._free_remote(remote_blocks_in(data))
@@ -310,7 +327,17 @@ class Emulator(Application):
             "id": self.served.model, "object": "model", "created": self._created_s, "owned_by": "vllm",
             "root": self.served.model, "parent": None, "max_model_len": self.served.max_model_len, "permission": [],
         }  # fmt: skip
-        await call.reply(200, JSON, _json({"object": "list", "data": [card]}))
+        cards = [card, *self._adapters.cards(self._created_s)]
+        await call.reply(200, JSON, _json({"object": "list", "data": cards}))
+
+    async def _load_adapter(self, call: Call) -> None:
+        name = self._adapters.load(await self.json_of(call))
+        self.driver.load_adapter(name)
+        await call.reply(200, TEXT, f"Success: LoRA adapter '{name}' added successfully.".encode())
+
+    async def _unload_adapter(self, call: Call) -> None:
+        name = self._adapters.unload(await self.json_of(call))
+        await call.reply(200, TEXT, f"Success: LoRA adapter '{name}' removed successfully.".encode())
 
     async def _health(self, call: Call) -> None:
         is_healthy = self.driver.failure is None and not self._faults.refuse

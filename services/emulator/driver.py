@@ -17,16 +17,18 @@ import numpy as np
 from predictor.engine import Engine
 from predictor.remote_kv import is_under_way
 from predictor.request import CLASSES, RequestFacts, Slo
-from predictor.state import FETCHING, FINISHED, HELD, LOST, NONE, STEP, TO_FETCH, WAITING
+from predictor.state import FETCHING, FINISHED, HELD, LOST, NONE, RUNNING, STEP, TO_FETCH, WAITING
 from services.emulator.clock import EngineClock, Pace
 from services.emulator.errors import VllmError, bad_value, busy, not_fetched
 from services.emulator.exporter import ContentHashes, EngineStateExporter
 from services.emulator.jobs import Job
+from services.emulator.kv_events import EmulatedKvEvents
 from services.emulator.kv_transfers import EmulatedConnector, Fetch
 from services.emulator.metrics import ABORTED, ERROR, EngineMetrics, Gauges
 from services.emulator.openai import CHAT, MESSAGE, ParsedRequest
 from services.emulator.speculation import DraftDraws
 from services.emulator.tokens import content_hashes
+from services.kv_events.publisher import KvEventPublisher
 from services.logs import log_event
 
 log = logging.getLogger(__name__)
@@ -45,7 +47,7 @@ RECORDED = itemgetter(
     )
 )  # fmt: skip
 
-Ended = tuple[float, ...]
+Launched = tuple[float, tuple[float, ...], tuple[int, int]]  # its end, its row for the state file, adapters loaded
 
 
 class Driver:
@@ -62,6 +64,7 @@ class Driver:
         connector: EmulatedConnector | None = None,
         draws: DraftDraws | None = None,
         exporter_with: Callable[[ContentHashes | None], EngineStateExporter] | None = None,
+        kv_publisher: KvEventPublisher | None = None,
     ) -> None:
         """Combine the parts; `run` starts the engine."""
         self.engine = engine
@@ -73,13 +76,18 @@ class Driver:
         self.failure: VllmError | None = None
         self._contents = ContentHashes(engine) if engine.state.engine[0].prefix_caching else None
         self._exporter = exporter_with(self._contents) if exporter_with else None
+        self.kv_publisher = kv_publisher
+        self._kv_events: EmulatedKvEvents | None = None
+        if kv_publisher is not None and self._contents is not None:
+            self._kv_events = EmulatedKvEvents(engine, self._contents, kv_publisher)
         self._max_jobs = max_num_queued_reqs
         self._jobs: dict[int, Job] = {}  # by slot
         self._ending: list[tuple[Job, str]] = []  # removed once no step under way contains them
         self._held: list[Job] = []  # finished prefills whose blocks are held
         self._serial = 0
         self._next_pace = pace.next()
-        self._under_way: deque[Ended] = deque()  # rows of the launched steps for the state file, with their ends
+        self._under_way: deque[Launched] = deque()
+        self._loads = (0, 0)  # of adapters so far, into host memory and into GPU slots
         self._wake_up: asyncio.Future[None] | None = None
         self.woken: Callable[[], None] | None = None  # set by what runs this engine together with others
         self._bind_arrays()
@@ -108,6 +116,8 @@ class Driver:
             num_preemptions=int(head["num_preemptions"][0]),
             lag_s=late_s,
             num_by_stage=tuple(np.bincount(self._rows["stage"][self._rows["status"] == WAITING], minlength=NUM_STAGES)),
+            running_adapters=self.adapters_of(RUNNING),
+            waiting_adapters=self.adapters_of(WAITING),
             num_held=0 if self.connector is None else len(self.connector.leases),
         )
 
@@ -144,8 +154,11 @@ class Driver:
         engine_id = f"{request.engine_name or usual}-{self._serial & 0xFFFFFFFF:08x}"
         hashes: tuple[int, ...] = ()
         if self._contents is not None:
-            hashes = content_hashes([*request.prompt, *request.answer.token_ids()], self.engine.config.block_size)
+            token_ids = [*request.prompt, *request.answer.token_ids()]
+            hashes = content_hashes(token_ids, self.engine.config.block_size, request.lora, request.images)
             self._contents.learn(hashes)
+            if self._kv_events is not None:
+                self._kv_events.learn(token_ids)
         added_s = self.clock.now_s()
         try:
             slot = self.engine.add(
@@ -160,6 +173,8 @@ class Driver:
                     prefix_hashes=hashes,
                     min_tokens=request.min_tokens or None,
                     leg=request.leg,
+                    adapter=request.adapter,
+                    encoder_inputs=request.images,
                     **self._service_facts(request.facts),
                 )
             )
@@ -187,6 +202,16 @@ class Driver:
             "request_class": CLASSES[columns.get("request_class", 0)],
             **{name: columns[name] for name in ("weight", "client_id", "session_id") if name in columns},
         }
+
+    def load_adapter(self, name: str) -> None:
+        """Bring an adapter into memory, as vLLM does when it is added; the time that this takes is not emulated."""
+        self.engine.load_adapter(name)
+        self._loads = int(self._head["num_adapter_loads"][0]), int(self._head["num_adapter_activations"][0])
+
+    def adapters_of(self, status: int) -> list[str]:
+        """Return the names of the adapters of requests that run, or wait, in alphabetical order."""
+        names = {job.request.adapter for slot, job in self._jobs.items() if self._rows["status"][slot] == status}
+        return sorted(names - {""})
 
     def abort(self, job: Job) -> None:
         """Abort a request; no effect on one that is over."""
@@ -273,7 +298,11 @@ class Driver:
         if self.connector is not None:
             self._follow_transfers(self.connector)
         self._remove_ended()
-        if self._exporter is not None and not self.clock.is_held:
+        if self.clock.is_held:
+            return
+        if self._kv_events is not None:
+            self._kv_events.publish()
+        if self._exporter is not None:
             if self.draws is not None:
                 self._exporter.drafted(self.draws.counts)
             self._exporter.publish()
@@ -320,17 +349,20 @@ class Driver:
         if self.draws is not None:
             self.draws.draw(self.engine.state, index)
         start_s, end_s, *counts = RECORDED(self._steps[index].item())
-        self._under_way.append((end_s, number, start_s, end_s - start_s, *counts))
+        loads, activations = self._loads
+        self._loads = int(self._head["num_adapter_loads"][0]), int(self._head["num_adapter_activations"][0])
+        new = self._loads[0] - loads, self._loads[1] - activations
+        self._under_way.append((end_s, (number, start_s, end_s - start_s, *counts), new))
         self._next_pace = self.pace.next()
 
     def _record_ended(self) -> None:
         now_s = float(self._head["now_s"][0])
         while self._under_way and self._under_way[0][0] <= now_s:
-            _, *row = self._under_way.popleft()
+            _, row, loads = self._under_way.popleft()
             # how many draft tokens are output is known when they are delivered
             self.metrics.step(int(row[3]), int(row[4]) if self.draws is None else 0)
             if self._exporter is not None:
-                self._exporter.stepped(tuple(row))
+                self._exporter.stepped(row, loads)
 
     def _deliver(self) -> None:
         """Hand out the tokens that are ready since the last call."""

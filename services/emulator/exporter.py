@@ -71,8 +71,9 @@ def forget_contents(engine: Engine) -> None:
 class Copies(NamedTuple):
     """The arrays that the state is copied to; without `blocks` contents are not exported."""
 
-    state: np.ndarray  # this and the next six are arrays of the file
+    state: np.ndarray  # this and the next seven are arrays of the file
     clients: np.ndarray
+    adapters: np.ndarray
     running: np.ndarray
     waiting: np.ndarray
     held: np.ndarray
@@ -96,6 +97,10 @@ def _copy(state: State, into: Copies, hash_of: np.ndarray) -> None:
     out.num_planned = head.num_steps
     out.num_preemptions = head.num_preemptions
     _copy_memory(state, into)
+    out.num_adapters = head.num_adapters
+    for place in range(head.num_adapters):
+        into.adapters[place].number = state.adapters[place].number
+        into.adapters[place].is_active = state.adapters[place].is_active
     for place in range(head.num_running):
         into.running[place] = state.running[place]
     for place in range(head.num_waiting):
@@ -229,6 +234,7 @@ class EngineStateExporter:
             num_blocks=engine.num_blocks if contents else 0,
             blocks_per_request=-(-config.max_model_len // config.block_size) if contents else 0,
             num_clients=len(engine.state.clients),
+            num_adapters=len(engine.state.adapters),
         )
         self._hashes: dict[int, np.ndarray] = {}
         self._prefix = [0, 0]
@@ -262,6 +268,7 @@ class EngineStateExporter:
             leg=LEGS.index(request.leg),
             client_id=request.client_id,
             session_id=request.session_id,
+            adapter=request.adapter,
         )
         self._hashes[job.slot] = np.array(hashes, np.uint64)
 
@@ -283,10 +290,10 @@ class EngineStateExporter:
         if self._writer is not None:
             self._writer.state["num_fetched"] += 1
 
-    def stepped(self, row: tuple[float, ...]) -> None:
+    def stepped(self, row: tuple[float, ...], loads: tuple[int, int]) -> None:
         """Add a completed step."""
         if self._writer is not None:
-            self._writer.add_step(row)
+            self._writer.add_step(row, loads)
 
     def ended(self, job: Job, outcome: Outcome, reason: str) -> None:
         """Add the outcome of a request."""
@@ -370,11 +377,22 @@ class EngineStateExporter:
         tables = np.full_like(self._engine.state.tables, NONE)
         num_slots = len(writer.live)
         new_hashes, new_blocks = np.full(num_slots, NONE), np.full(num_slots, NONE)
-        state, clients, live, blocks = (
-            array.view(np.recarray) for array in (writer.state, writer.clients, writer.live, writer.blocks)
+        state, clients, adapters, live, blocks = (
+            array.view(np.recarray)
+            for array in (writer.state, writer.clients, writer.adapters, writer.live, writer.blocks)
         )
         return Copies(
-            state, clients, writer.running, writer.waiting, writer.held, live, blocks, tables, new_hashes, new_blocks
+            state,
+            clients,
+            adapters,
+            writer.running,
+            writer.waiting,
+            writer.held,
+            live,
+            blocks,
+            tables,
+            new_hashes,
+            new_blocks,
         )
 
     def _guarded(self, act: Callable[[], None]) -> None:

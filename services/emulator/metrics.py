@@ -87,6 +87,8 @@ class Gauges:
     lag_s: float
     num_by_stage: Sequence[int]  # waiting requests by the stage of their transfer, as `predictor.state` numbers them
     num_held: int  # finished prefills whose KV blocks are held
+    running_adapters: Sequence[str] = ()
+    waiting_adapters: Sequence[str] = ()
 
     def num_at(self, stages: Iterable[int]) -> int:
         """Return how many waiting requests are at one of these stages."""
@@ -230,6 +232,8 @@ class Exposition(Collector):
         yield self._gauge("kv_cache_usage_perc", usage, gauges.kv_cache_usage)
         yield self._gauge("engine_sleep_state", "Engine sleep state; awake = 1.", 1, sleep_state="awake")
         yield self._cache_config()
+        if self._config.max_loras:
+            yield self._adapters(gauges)
         preemptions = "Cumulative number of preemption from the engine."
         yield self._counter("num_preemptions", preemptions, {None: gauges.num_preemptions})
         for name, help_text in COUNTERS.items():
@@ -249,6 +253,18 @@ class Exposition(Collector):
         )
         yield lag
         yield from attainment_families(metrics.attainment)
+
+    def _adapters(self, gauges: Gauges) -> Metric:
+        """Return the adapters in labels, with the time as the value, as vLLM does."""
+        labels = {
+            "max_lora": str(self._config.max_loras),
+            "waiting_lora_adapters": ",".join(gauges.waiting_adapters),
+            "running_lora_adapters": ",".join(gauges.running_adapters),
+        }
+        help_text = "Running stats on lora requests."
+        family = GaugeMetricFamily("vllm:lora_requests_info", help_text, labels=tuple(labels))
+        family.add_metric(tuple(labels.values()), time.time())
+        return family
 
     def _by_reason(self, gauges: Gauges) -> Metric:
         labels = (*self._labels, "reason")

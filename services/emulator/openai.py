@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from predictor.request import PREFILL, SERVE
+from predictor.request import PREFILL, SERVE, EncoderInput
 from services.emulator import answers
 from services.emulator.answers import AnswerLengths, EmulatedAnswer, StopRule
 from services.emulator.errors import VllmError, bad_value, busy, invalid, malformed, mistyped
@@ -82,6 +82,7 @@ class Served:
     max_model_len: int
     lengths: AnswerLengths
     has_connector: bool = False
+    adapters: Mapping[str, str] = field(default_factory=dict)  # paths of those that requests may name as their model
     max_num_requests: int = 10_000  # that the engine queues
 
 
@@ -110,6 +111,13 @@ class ParsedRequest:
     num_prompts: int = 1
     choices: tuple[ParsedRequest, ...] = ()  # of which the engine makes a request each, where there are several
     data_parallel_rank: int | None = None  # by its header
+    lora: tuple[str, str] | None = None  # name and path of the LoRA adapter that it names as its model
+    images: tuple[EncoderInput, ...] = ()
+
+    @property
+    def adapter(self) -> str:
+        """The name of its LoRA adapter; empty for the base model."""
+        return self.lora[0] if self.lora else ""
 
 
 def parsed(data: bytes) -> Any:
@@ -125,10 +133,11 @@ def parsed(data: bytes) -> Any:
 def request_from(kind: str, data: Any, headers: Mapping[str, str], request_id: str, served: Served) -> ParsedRequest:
     """Check a request, and make its answer."""
     body = _body(kind, data)
-    if body.model not in (None, served.model):
+    if body.model not in (None, served.model) and body.model not in served.adapters:
+        aliases = ", ".join((served.model, *served.adapters))
         raise VllmError(
             404,
-            f"The model `{body.model}` does not exist. Valid aliases: {served.model}.",
+            f"The model `{body.model}` does not exist. Valid aliases: {aliases}.",
             kind="NotFoundError",
             param="model",
         )
@@ -184,7 +193,8 @@ def _choice(  # noqa: PLR0913 - what a choice is made of
     return ParsedRequest(
         kind=kind,
         request_id=request_id,
-        model=served.model,
+        model=body.model or served.model,
+        lora=(body.model, served.adapters[body.model]) if body.model in served.adapters else None,
         prompt=prompt,
         max_tokens=max_tokens,
         answer=answers.answer(

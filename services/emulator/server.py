@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,8 +16,10 @@ import uvloop
 from predictor.config import FETCHING_ROLES, HOLDING_ROLES, EngineConfig
 from predictor.data_parallel import DataParallelRank, LockstepRules
 from predictor.engine import Engine
+from predictor.mirror.engine_kinds import SGLANG
 from predictor.profile import Profile
 from predictor.request import DECODE, PREFILL, RequestFacts
+from services.emulator.adapters import ServedAdapters, modules_from
 from services.emulator.answers import AnswerLengths
 from services.emulator.app import ConnectionProtocol, Emulator, version_of
 from services.emulator.clock import EngineClock, Pace
@@ -30,9 +32,11 @@ from services.emulator.openai import Served
 from services.emulator.rank_metrics import RankExposition
 from services.emulator.ranks import RankDrivers
 from services.emulator.settings import EmulatorSettings
+from services.emulator.sglang import sglang_emulator
 from services.emulator.speculation import DraftDraws
 from services.engine_state.identity import rank_file
 from services.http.server import answering, listening
+from services.kv_events.publisher import KvEventPublisher
 from services.logs import log_event
 from services.rpc.server import freeze_imported_objects, stop_signal
 from services.security.certificates import certificates_of
@@ -84,7 +88,12 @@ async def serving(
             side = sockets.enter_context(listening(host, settings.kv_side_channel_port, "kv_side_channel_port"))
             address = {"host": host, "port": side.getsockname()[1]}
             connector = EmulatedConnector(config, settings.model, version_of(config), **address)
-        app = application(settings, config, profile, connector)
+        publishers: list[KvEventPublisher] = []
+        for rank in range(settings.data_parallel_size if settings.kv_events.publishes else 0):
+            publishers.append(KvEventPublisher(settings.kv_events, rank))
+            sockets.callback(publishers[-1].close)
+            publishers[-1].start()
+        app = application(settings, config, profile, connector, publishers)
         driving = asyncio.create_task(app.driver.run())
         try:
             async with AsyncExitStack() as servers:
@@ -109,17 +118,23 @@ async def serving(
 
 
 def application(
-    settings: EmulatorSettings, config: EngineConfig, profile: Profile, connector: EmulatedConnector | None
+    settings: EmulatorSettings,
+    config: EngineConfig,
+    profile: Profile,
+    connector: EmulatedConnector | None,
+    kv_publishers: Sequence[KvEventPublisher] = (),
 ) -> Emulator:
     """Combine an engine, its driver and its HTTP surface; each data-parallel rank has a driver of its own."""
     lengths = AnswerLengths(
         median_tokens=settings.output_median, spread=settings.output_spread, seed=settings.output_seed
     )
+    adapters = ServedAdapters(settings.model, bool(config.max_loras), modules_from(settings.lora_modules))
     served = Served(
         model=settings.model,
         max_model_len=config.max_model_len,
         lengths=lengths,
         has_connector=connector is not None,
+        adapters=adapters.paths,
         max_num_requests=settings.max_num_queued_reqs,
     )
     size = settings.data_parallel_size
@@ -133,16 +148,23 @@ def application(
             settings, config, profile, connector,
             DataParallelRank(rank=rank, size=size, group=group, lockstep=rules),
             clock if rules is not None else EngineClock(settings.speed),
+            kv_publishers[rank] if kv_publishers else None,
         )
         for rank in range(size)
     ]  # fmt: skip
     drivers, expositions = [driver for driver, _ in made], [exposition for _, exposition in made]
     grammars = GrammarCompiler(settings.grammar_compile_s / clock.speed)
     limit = settings.max_body_bytes
+    if settings.engine_kind == SGLANG:
+        if size > 1:
+            raise ValueError("data_parallel_size: an emulated SGLang has one rank")
+        return sglang_emulator(drivers[0], served, max_body_bytes=limit)
     if size == 1:
-        return Emulator(drivers[0], served, expositions[0], max_body_bytes=limit, grammars=grammars)
+        return Emulator(drivers[0], served, expositions[0], max_body_bytes=limit, adapters=adapters, grammars=grammars)
     ranks = RankDrivers(drivers, rules)
-    return Emulator(ranks, served, RankExposition(expositions), max_body_bytes=limit, grammars=grammars)
+    return Emulator(
+        ranks, served, RankExposition(expositions), max_body_bytes=limit, adapters=adapters, grammars=grammars
+    )
 
 
 def driver_of(  # noqa: PLR0913, PLR0917 - its parts
@@ -152,6 +174,7 @@ def driver_of(  # noqa: PLR0913, PLR0917 - its parts
     connector: EmulatedConnector | None,
     rank: DataParallelRank,
     clock: EngineClock,
+    kv_publisher: KvEventPublisher | None,
 ) -> tuple[Driver, Exposition]:
     """Make an engine, or one rank of it, with its state file and its metrics."""
     # a lease is as long on the wall clock as that of any other engine
@@ -180,7 +203,10 @@ def driver_of(  # noqa: PLR0913, PLR0917 - its parts
         connector=connector,
         draws=draws,
         exporter_with=exporter if path else None,
+        kv_publisher=kv_publisher,
     )
+    for name in modules_from(settings.lora_modules):
+        driver.load_adapter(name)
     exposition = Exposition(
         metrics,
         engine.config,
@@ -193,9 +219,18 @@ def driver_of(  # noqa: PLR0913, PLR0917 - its parts
     return driver, exposition
 
 
+def with_adapters(config: EngineConfig, *, enabled: bool) -> EngineConfig:
+    """Return the settings of an engine that serves LoRA adapters, or serves none."""
+    if not enabled and config.max_loras:
+        raise ValueError(f"max_loras: {config.max_loras} needs enable_lora")
+    return replace(config, max_loras=config.max_loras or 1) if enabled else config
+
+
 def warm(config: EngineConfig, profile: Profile) -> None:
     """Compile, or load, every kernel that serving needs, before a request waits for it."""
     engine = Engine(config, profile.step_time)
+    if config.max_loras:
+        engine.load_adapter("warm")
     for number in range(2):
         engine.add(RequestFacts(request_id=str(number), prompt_tokens=1, output_tokens=2))
     engine.advance(0.0)

@@ -11,6 +11,7 @@ from services.emulator.driver import Driver
 from services.emulator.errors import DONE
 from services.emulator.jobs import Job
 from services.emulator.openai import ParsedRequest
+from services.emulator.ranks import RankDrivers
 from services.emulator.replies import CompletionReply
 from services.http.application import JSON, Call
 from services.http.client import Headers
@@ -19,7 +20,7 @@ from services.http.client import Headers
 class SeveralResponses:
     """Serves one request that has several choices."""
 
-    def __init__(self, request: ParsedRequest, driver: Driver, events: Headers) -> None:
+    def __init__(self, request: ParsedRequest, driver: Driver | RankDrivers, events: Headers) -> None:
         """Serve by the engine of a driver; `events` are the headers of a stream."""
         self._request = request
         self._driver = driver

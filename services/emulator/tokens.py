@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from predictor.request import EncoderInput
 from scheduler.prefix.kv_block_hash import kv_block_hashes
 from services.engine_state.identity import short_hash
 
@@ -28,9 +29,11 @@ def text_of(ids: Sequence[int]) -> str:
     return data.decode("utf-8", "replace")
 
 
-def content_hashes(ids: Sequence[int], block_size: int) -> tuple[int, ...]:
+def content_hashes(
+    ids: Sequence[int], block_size: int, adapter: tuple[str, str] | None = None, images: Sequence[EncoderInput] = ()
+) -> tuple[int, ...]:
     """Hash the contents of the full blocks of these tokens, as a state file does."""
-    return tuple(map(short_hash, kv_block_hashes(ids, block_size)))
+    return tuple(map(short_hash, kv_block_hashes(ids, block_size, adapter=adapter, images=images)))
 
 
 def chat_text(messages: Sequence[tuple[str, str]], *, continues: bool = False) -> str:

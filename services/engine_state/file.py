@@ -26,6 +26,7 @@ class Core(NamedTuple):
     data: bytes
     state: np.ndarray
     clients: np.ndarray
+    adapters: np.ndarray
     running: np.ndarray
     waiting: np.ndarray
     held: np.ndarray
@@ -149,6 +150,7 @@ class StateFile:
         expected = layout.sections_for(
             num_slots=sections["live"].rows,
             num_clients=sections["clients"].rows,
+            num_adapters=sections["adapters"].rows,
             num_blocks=sections["blocks"].rows,
             blocks_per_request=sections["tables"].row_size // layout.TABLE_ENTRY.itemsize,
             settings_bytes=sections["settings"].rows,
@@ -156,6 +158,7 @@ class StateFile:
         too_many = (
             sections["live"].rows > layout.MAX_SLOTS
             or sections["clients"].rows > layout.MAX_CLIENTS
+            or sections["adapters"].rows > layout.MAX_ADAPTERS
             or sections["blocks"].rows > layout.MAX_BLOCKS
             or sections["tables"].row_size > layout.MAX_TABLE_BYTES
         )
@@ -176,6 +179,7 @@ class StateFile:
             data=data,
             state=state,
             clients=self._over(data, "clients", layout.CLIENT)[: int(state["num_clients"][0])],
+            adapters=self._over(data, "adapters", layout.ADAPTER)[: int(state["num_adapters"][0])],
             running=self._over(data, "running", layout.SLOT)[: int(state["num_running"][0])],
             waiting=self._over(data, "waiting", layout.SLOT)[: int(state["num_waiting"][0])],
             held=self._over(data, "held", layout.SLOT)[: int(state["num_held"][0])],
@@ -233,6 +237,7 @@ class StateFile:
     def _view(self, core: Core, contents: Contents | None) -> View:
         head, slots, live = core.state[0], core.slots, core.live
         self._require(len(core.clients) == head["num_clients"], "num_clients")
+        self._require(len(core.adapters) == head["num_adapters"], "num_adapters")
         self._require(len(core.running) == head["num_running"], "num_running")
         self._require(len(core.waiting) == head["num_waiting"], "num_waiting")
         self._require(len(core.held) == head["num_held"], "num_held")
@@ -252,6 +257,7 @@ class StateFile:
             settings=self._settings,
             state=head,
             clients=core.clients,
+            adapters=core.adapters,
             running=core.running,
             waiting=core.waiting,
             held=core.held,

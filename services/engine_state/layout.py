@@ -57,10 +57,13 @@ STATE = np.dtype(
         ("num_draft_tokens", "<u8"),
         ("num_draft_chances", "<u8"),
         ("num_accepted", "<u8", (MAX_DRAFT_TOKENS,)),
+        ("num_adapters", "<u8"),
     ]
 )
 
 CLIENT = np.dtype([("tenant", "<i8"), ("weight", "<f8"), ("tokens", "<f8"), ("waits", "<i8")])
+
+ADAPTER = np.dtype([("number", "<i8"), ("is_active", "<i8")])
 
 LIVE = np.dtype(
     [
@@ -109,6 +112,8 @@ REQUEST = np.dtype(
         ("tenant", "<i8"),
         ("client_id", f"S{NAME_BYTES}"),
         ("session_id", f"S{NAME_BYTES}"),
+        ("adapter", "<i8"),
+        ("adapter_name", f"S{NAME_BYTES}"),
     ]
 )
 
@@ -128,10 +133,12 @@ STEP = np.dtype(
         ("decode_longest", "<i8"),
         ("prefill_qq", "<f8"),
         ("prefill_qkv", "<f8"),
+        ("adapter_loads", "<i4"),
+        ("adapter_activations", "<i4"),
     ]
 )
 
-STEP_ROW = struct.Struct("<Qdd4iqqdd")  # the same, to write
+STEP_ROW = struct.Struct("<Qdd4iqqdd2i")  # the same, to write
 
 OUTCOME = np.dtype(
     [
@@ -156,9 +163,9 @@ SLOT = np.dtype("<u4")
 TABLE_ENTRY = np.dtype("<i4")
 HASH = np.dtype("<u8")
 
-# In this order in the file and in the header's table. Every publication writes the first seven, together.
+# In this order in the file and in the header's table. Every publication writes the first eight, together.
 SECTIONS = (
-    "state", "clients", "running", "waiting", "held", "batch", "live",
+    "state", "clients", "adapters", "running", "waiting", "held", "batch", "live",
     "requests", "steps", "outcomes", "blocks", "tables", "hashes", "settings",
 )  # fmt: skip
 
@@ -181,6 +188,7 @@ MAX_TABLE_BYTES = 1 << 22
 MAX_SLOTS = 1 << 20
 MAX_BLOCKS = 1 << 26
 MAX_CLIENTS = 1 << 20
+MAX_ADAPTERS = 1 << 12
 
 
 class Section(NamedTuple):
@@ -201,6 +209,7 @@ def row_sizes(blocks_per_request: int) -> dict[str, int]:
     return {
         "state": STATE.itemsize,
         "clients": CLIENT.itemsize,
+        "adapters": ADAPTER.itemsize,
         "running": SLOT.itemsize,
         "waiting": SLOT.itemsize,
         "held": SLOT.itemsize,
@@ -216,13 +225,20 @@ def row_sizes(blocks_per_request: int) -> dict[str, int]:
     }
 
 
-def sections_for(
-    *, num_slots: int, num_clients: int, num_blocks: int, blocks_per_request: int, settings_bytes: int
+def sections_for(  # noqa: PLR0913 - the sizes of a file
+    *,
+    num_slots: int,
+    num_clients: int,
+    num_blocks: int,
+    blocks_per_request: int,
+    settings_bytes: int,
+    num_adapters: int = 0,
 ) -> dict[str, Section]:
     """Return the sections of a file with these sizes."""
     rows = {
         "state": 1,
         "clients": num_clients,
+        "adapters": num_adapters,
         "running": num_slots,
         "waiting": num_slots,
         "held": num_slots,

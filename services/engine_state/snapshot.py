@@ -13,7 +13,17 @@ from predictor.config import FIELD_NAMES, EngineConfig
 from predictor.engine_replica import ReportedContents, ReportedMemory, ReportedState, ReportedStep
 from predictor.lengths import Tag
 from predictor.request import CLASSES, LEGS, MAX_PRIORITY, REAL_TIME, SERVE, RequestFacts, Slo
-from predictor.snapshot import STAGES, VERSION, KvCache, LiveRequest, Memory, ServedClient, Snapshot, StepUnderWay
+from predictor.snapshot import (
+    STAGES,
+    VERSION,
+    KvCache,
+    LiveRequest,
+    LoadedAdapter,
+    Memory,
+    ServedClient,
+    Snapshot,
+    StepUnderWay,
+)
 from predictor.suggestions import require_known
 from services.engine_state import layout
 from services.engine_state.identity import client_id
@@ -67,6 +77,7 @@ def snapshot_from_view(view: View, tags: Mapping[str, Tag] = NO_TAGS) -> Snapsho
         steps=tuple(_step(start_s, entries, names) for start_s, entries in view.steps),
         kv_cache=_kv_cache(contents) if contents else None,
         decodes_since_look=int(view.state["decodes_since_look"]),
+        adapters=_adapters(view),
         memory=_memory(view) if batcher_named(config.batcher).estimates else Memory(),
     )
 
@@ -86,6 +97,15 @@ def _memory(view: View) -> Memory:
         raise ValueError(f"memory.{error}") from None
 
 
+def _adapters(view: View) -> tuple[LoadedAdapter, ...]:
+    try:
+        return tuple(
+            LoadedAdapter(number=number, is_active=bool(is_active)) for number, is_active in view.adapters.tolist()
+        )
+    except ValueError as error:
+        raise ValueError(f"adapters.{error}") from None
+
+
 def _name(view: View, slot: int) -> str:
     name: bytes = view.requests["request_id"][slot]
     return name.decode(errors="replace")
@@ -95,7 +115,7 @@ def facts_of(row: Any, *, model: str, hashes: np.ndarray, tags: Mapping[str, Tag
     """Return the facts in a row of `requests`; `hashes` are the contents of the request's full blocks."""
     (
         _, name_bytes, arrival_s, tag_tokens, tag_spread, priority, prompt_tokens, max_tokens, min_tokens,
-        request_class, leg, _, ttft_s, tpot_s, weight, _, client, session,
+        request_class, leg, _, ttft_s, tpot_s, weight, _, client, session, _, adapter,
     ) = row.item()  # fmt: skip
     name = name_bytes.decode(errors="replace")
     tag = tags.get(client_id(name))
@@ -117,6 +137,7 @@ def facts_of(row: Any, *, model: str, hashes: np.ndarray, tags: Mapping[str, Tag
         client_id=client.decode(errors="replace"),
         session_id=session.decode(errors="replace"),
         leg=LEGS[leg] if 0 <= leg < len(LEGS) else SERVE,
+        adapter=adapter.decode(errors="replace"),
     )
 
 
@@ -230,6 +251,7 @@ def reported_state(  # noqa: PLR0913 - what is expected of requests
         tag_spread=tag_spread,
         held=view.held.astype(np.int64),
         held_s=held_s,
+        adapters=view.adapters,
         contents=None
         if contents is None
         else ReportedContents(

@@ -35,8 +35,9 @@ class View:
     `life` identifies a start of the engine, and `generation` counts its files, each larger than the one before.
     `live` and `requests` have a row per slot. `running` and `waiting` are slots in the engine's order, `held` those of
     requests that have ended while their blocks are held. `steps` are the steps in flight, oldest first. `clients` are
-    those whose tokens the local scheduler counts. `now_s` is the time of reading on the engine's clock, `age_s` the age
-    of the publication on the wall clock, `clock_rate` engine seconds per second.
+    those whose tokens the local scheduler counts, `adapters` those in host memory, the least recently used one first.
+    `now_s` is the time of reading on the engine's clock, `age_s` the age of the publication on the wall clock,
+    `clock_rate` engine seconds per second.
     """
 
     life: int
@@ -48,6 +49,7 @@ class View:
     settings: dict[str, Any]
     state: np.void
     clients: np.ndarray
+    adapters: np.ndarray
     running: np.ndarray
     waiting: np.ndarray
     held: np.ndarray

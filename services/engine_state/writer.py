@@ -48,17 +48,19 @@ class Writer:
         num_blocks: int = 0,
         blocks_per_request: int = 0,
         num_clients: int = 0,
+        num_adapters: int = 0,
     ) -> None:
         """Create the file of an idle engine; `num_blocks` is 0 where the contents of blocks are not exported.
 
-        `num_clients` is the highest number of clients whose tokens the engine's local scheduler counts.
+        `num_clients` is the highest number of clients whose tokens the engine's local scheduler counts, `num_adapters`
+        that of LoRA adapters in host memory.
         """
         self.path = Path(path).absolute()
         self._settings = json.dumps(settings).encode()
         if len(self._settings) > layout.MAX_SETTINGS_BYTES:
             raise ValueError(f"settings: {len(self._settings)} bytes are more than {layout.MAX_SETTINGS_BYTES}")
         self._blocks_per_request = blocks_per_request
-        self._num_clients = num_clients
+        self._num_clients, self._num_adapters = num_clients, num_adapters
         self._sequence = self._generation = 0
         self._life = int.from_bytes(os.urandom(8))
         self._descriptor = -1
@@ -97,12 +99,14 @@ class Writer:
         weight: float = 1.0,
         client_id: str = "",
         session_id: str = "",
+        adapter: str = "",
     ) -> None:
         """Write the facts of the request in a slot; its `serial` is above 0 and never used again."""
         row = (
             serial, short_id(request_id), arrival_s, tag_tokens, tag_spread, priority, prompt_tokens, max_tokens,
             min_tokens, request_class, leg, 0, ttft_slo_s, tpot_slo_s, weight, tenant_number(client_id),
-            short_id(client_id, layout.NAME_BYTES), short_id(session_id, layout.NAME_BYTES),
+            short_id(client_id, layout.NAME_BYTES), short_id(session_id, layout.NAME_BYTES), adapter_number(adapter),
+            short_id(adapter, layout.NAME_BYTES),
         )  # fmt: skip
         self._put("requests", slot, 0, np.array([row], layout.REQUEST))
         live = self.live[slot]
@@ -123,10 +127,10 @@ class Writer:
         """Clear the slot of a request."""
         self.live[slot] = np.zeros((), layout.LIVE)
 
-    def add_step(self, row: tuple[float, ...]) -> None:
-        """Record a step that has ended: the fields of `layout.STEP`."""
+    def add_step(self, row: tuple[float, ...], loads: tuple[int, int] = (0, 0)) -> None:
+        """Record a step that has ended: the fields of `layout.STEP`, the last ones from `loads`."""
         index = self._num_steps % layout.NUM_STEPS
-        self._rows.append(("steps", index * layout.STEP_ROW.size, layout.STEP_ROW.pack(*row)))
+        self._rows.append(("steps", index * layout.STEP_ROW.size, layout.STEP_ROW.pack(*row, *loads)))
         self._num_steps += 1
         self.state["num_steps"] = self._num_steps
         self.state["last_step_s"] = row[2]
@@ -226,6 +230,7 @@ class Writer:
         self._sections = layout.sections_for(
             num_slots=num_slots,
             num_clients=self._num_clients,
+            num_adapters=self._num_adapters,
             num_blocks=len(self.blocks),
             blocks_per_request=self._blocks_per_request,
             settings_bytes=len(self._settings),
@@ -234,6 +239,7 @@ class Writer:
         self._core = bytearray(live.offset + live.size - HEADER_SIZE)
         self.state = self._over("state", layout.STATE)
         self.clients = self._over("clients", layout.CLIENT)
+        self.adapters = self._over("adapters", layout.ADAPTER)
         self.running = self._over("running", layout.SLOT)
         self.waiting = self._over("waiting", layout.SLOT)
         self.held = self._over("held", layout.SLOT)
@@ -241,7 +247,7 @@ class Writer:
         self.live = self._over("live", layout.LIVE)
 
     def _arrays(self) -> tuple[np.ndarray, ...]:
-        return self.state, self.clients, self.running, self.waiting, self.held, *self.batch, self.live
+        return self.state, self.clients, self.adapters, self.running, self.waiting, self.held, *self.batch, self.live
 
     def _over(self, name: str, dtype: np.dtype[Any]) -> np.ndarray:
         section = self._sections[name]
@@ -323,6 +329,11 @@ def tenant_number(client_id: str) -> int:
         return 0
     digest = hashlib.blake2b(client_id.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True) or 1
+
+
+def adapter_number(adapter: str) -> int:
+    """Number a LoRA adapter by its name, as a tenant; 0 for the base model."""
+    return tenant_number(adapter)
 
 
 def _refuse_to_replace(path: Path) -> None:

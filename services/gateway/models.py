@@ -54,6 +54,8 @@ class Models:
         instances = await self._instances()
         for instance in instances:
             models.update((name, described(name)) for name in instance.models)
+            base = instance.models[0] if instance.models else None
+            models.update((name, described(name) | {"parent": base}) for name in instance.adapters)
         unknown = {instance.engine_url for instance in instances if not instance.models}
         urls = sorted({*unknown, *self._last_resort.urls})
         for found in await asyncio.gather(*(self._of_engine(url) for url in urls[:MAX_ENGINES])):

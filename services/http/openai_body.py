@@ -19,6 +19,7 @@ from services.http.json_fields import (
     signed,
     xargs_in,
 )
+from services.http.media_parts import MediaPart, media_in
 from services.http.structured_output import grammar_of
 
 MAX_TOKEN_IDS = 8192  # kept of a prompt that is sent as token ids
@@ -64,6 +65,7 @@ class OpenAIRequest:
     returns_token_ids: bool = False  # the client asks for them
     fields: frozenset[str] = frozenset()  # the names of all fields of its body
     has_kv_transfer_params: bool = False  # as a field, or in `vllm_xargs`, where vLLM finds them too
+    media: tuple[MediaPart, ...] = ()  # images, audio and videos
 
 
 def read_body(body: bytes, *, chat: bool, max_depth: int = MAX_JSON_DEPTH) -> OpenAIRequest:
@@ -95,6 +97,7 @@ def read_body(body: bytes, *, chat: bool, max_depth: int = MAX_JSON_DEPTH) -> Op
         why_not_continuable=why_not_continuable(data, chat=chat),
         returns_token_ids=bool(data.get(IDS_FIELD)),
         operation=CONVERSE if chat else COMPLETE,
+        media=media_in(data["messages"]) if chat else (),
     )
 
 

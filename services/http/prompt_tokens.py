@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from scheduler.prefix.kv_block_hash import kv_block_hashes
 from services.http.chat_template import template_beside
+from services.http.media_parts import media_tokens
 from services.http.openai_body import MAX_TOKEN_IDS, MESSAGE_TOKENS, OpenAIRequest
 from services.settings import Option
 
@@ -48,7 +49,7 @@ class PromptSizes:
         if request.prompt_tokens is not None:
             return request.prompt_tokens
         text_tokens = round(request.prompt_bytes / self.ratio(request.model))
-        return max(1, text_tokens + MESSAGE_TOKENS * request.num_messages)
+        return max(1, text_tokens + MESSAGE_TOKENS * request.num_messages + media_tokens(request.media, request.model))
 
     def ratio(self, model: str) -> float:
         """Return the present estimate of bytes per token."""
@@ -58,6 +59,9 @@ class PromptSizes:
     def learn(self, request: OpenAIRequest, prompt_tokens: int) -> None:
         """Take an engine's count of a prompt."""
         text_tokens = prompt_tokens - MESSAGE_TOKENS * request.num_messages
+        if any(not part.tokens(request.model).is_exact for part in request.media):
+            return
+        text_tokens -= media_tokens(request.media, request.model)
         if request.prompt_tokens is not None or request.prompt_bytes == 0 or text_tokens <= 0 or request.response_id:
             return
         if request.model not in self._observed and len(self._observed) >= MAX_MODELS:
@@ -104,7 +108,7 @@ class PromptTokens:
         if self._tokenizer is None or request.prompt_tokens is not None:
             return self.sizes.tokens(request), []
         text = None
-        if request.conversation is not None and self._template is not None:
+        if request.conversation is not None and self._template is not None and not request.media:
             text = self._template.text_of(request.conversation)
         if text is not None:
             data = text.encode("utf-8", "replace")
@@ -113,7 +117,8 @@ class PromptTokens:
             return self.sizes.tokens(request), []
         num_tokens, names = self._tokenise(request.prompt, request.prompt_bytes, is_chat=False)
         is_as_sent = not request.num_messages and request.num_prompts == 1
-        return num_tokens + MESSAGE_TOKENS * request.num_messages, names if is_as_sent else []
+        num_tokens += MESSAGE_TOKENS * request.num_messages + media_tokens(request.media, request.model)
+        return num_tokens, names if is_as_sent else []
 
     def _tokenise(self, data: bytes, num_bytes: int, *, is_chat: bool) -> tuple[int, list[bytes]]:
         """Tokenise the start of a text; a chat template contains the special tokens already."""

@@ -14,6 +14,7 @@ from services.http.application import REQUEST_ID
 from services.http.client import Headers
 from services.http.engine_arguments import CLASSES, with_arguments
 from services.http.json_fields import LONGEST_NAME, bounded, with_fields
+from services.http.media_parts import encoder_inputs
 from services.http.openai_body import OpenAIRequest
 from services.objectives import ObjectiveTable
 from services.rpc.objectives import WHEN_LATE_VALUES, fill_from
@@ -201,6 +202,8 @@ def request_message(  # noqa: PLR0913 - what a request is read from
         objective=headers.objective or objective,
         when_late=headers.when_late,
     )
+    if openai.media:
+        request.encoder_inputs.extend(encoder_inputs(openai.media, openai.model, prompt_tokens or 0))
     if request.objective and objectives:
         field = headers.objective_header or "objective of the API key"
         fill_from(request, objectives.named(request.objective, field), has_priority=priority is not None)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from predictor.request import DECODE, SERVE
+from predictor.request import DECODE, SERVE, adapter_number
 from protos.block.v1 import common_pb2, predictor_pb2, scheduler_pb2
 from scheduler.candidate import CandidateStatus
 from scheduler.candidates import RequestIndicators
@@ -24,6 +24,7 @@ from scheduler.placement import Placement, PlacementRequest
 from scheduler.policy import Policy
 from scheduler.prefix.prompt import NO_BLOCKS, PromptBlocks, blocks_of_text
 from services.draining_requests import DrainingRequests
+from services.http.engine_client import engine_client
 from services.instances import Listed
 from services.logs import log_event
 from services.objectives import ObjectiveTable
@@ -36,6 +37,7 @@ from services.placement.listeners import COMPLETED, PlacementListener
 from services.placement.metrics import SchedulerMetrics
 from services.placement.provisioner_watch import ProvisionerWatch
 from services.placement.replies import conflict_of, state_name
+from services.placement.served_models import ServedModels
 from services.placement.settings import MAX_RESERVATION_S, SchedulerSettings
 from services.placement.sidecar_connection import ForecastCall, SidecarConnection
 from services.placement.tail import Tail
@@ -85,10 +87,12 @@ class PlacementDriver:
             rules=settings.rules(),
             seed=settings.seed,
         )
+        self.core.prefixes.follow_events(registry.kv_events.streams)
         self.objectives = ObjectiveTable() if objectives is None else objectives
         self._lengths = lengths
         self._metrics = metrics
         provisioners = ProvisionerWatch(settings.provisioners, own_key(settings.part_key_file))
+        self.models = ServedModels(registry, engine_client())
         self.tail = Tail(registry, self.log, metrics.registry, self._about, provisioners)
         self._listeners = (*listeners, self.log, self.tail)
         self._fan_outs = asyncio.Semaphore(settings.max_deciding)
@@ -160,9 +164,11 @@ class PlacementDriver:
         chosen_policy = self.core.policy_named(policy) if policy else self.core.policy
         self._watch_for(chosen_policy)
         try:
-            self.registry.directory.rows_of_model(request.model)  # before any work is done for it
+            await self.models.require(request.model)  # before any work is done for it
         except UnknownModelError as error:
             raise UnknownNameError(str(error)) from None
+        if not request.adapter:
+            request.adapter = self.models.adapter_of(request.model)
         name = request.objective
         if name:
             fill_from(request, self.objectives.named(name, "request.objective"))
@@ -550,11 +556,13 @@ def _indicators(
         tag_tokens=tokens * num_responses_of(request),
         due_s=math.inf if slo.ttft_s is None else arrived_s - request.waited_s + slo.ttft_s - margin_s,
         tpot_slo_s=math.inf if slo.tpot_s is None else slo.tpot_s,
+        adapter=adapter_number(request.adapter),
     )
 
 
 def _blocks(request: common_pb2.Request, prompt: bytes) -> PromptBlocks:
     """Name a prompt's blocks: by tokens where the caller did so, else by text."""
     if request.prefix_hashes and request.prefix_block_tokens:
-        return PromptBlocks(names=tuple(request.prefix_hashes), block_tokens=request.prefix_block_tokens)
-    return blocks_of_text(prompt, request.prompt_tokens)
+        names = tuple(request.prefix_hashes)
+        return PromptBlocks(names=names, block_tokens=request.prefix_block_tokens, by_tokens=True)
+    return blocks_of_text(prompt, request.prompt_tokens, request.adapter)

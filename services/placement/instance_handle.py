@@ -25,7 +25,7 @@ from services.placement.metrics import SchedulerMetrics
 from services.placement.replies import FAILURES, answer_of, note_of, require_consistent, state_name, status_of
 from services.placement.settings import SchedulerSettings
 from services.placement.sidecar_connection import RELEASE_S, UNREACHABLE, ForecastCall, SidecarConnection
-from services.rpc.messages import indicators_from
+from services.rpc.messages import adapters_from, indicators_from
 from services.supervised_task import supervised
 
 log = logging.getLogger(__name__)
@@ -160,11 +160,13 @@ class InstanceHandle:
         self, response: predictor_pb2.PredictResponse | predictor_pb2.ReserveResponse | common_pb2.ReleaseResponse
     ) -> None:
         if response.HasField("indicators"):
-            self._keep(indicators_from(response.indicators), response.indicators.age_s)
+            self._keep(response.indicators, indicators_from(response.indicators))
 
-    def _keep(self, indicators: Mapping[str, float], age_s: float) -> None:
+    def _keep(self, message: common_pb2.Indicators, indicators: Mapping[str, float]) -> None:
         status = self.status
-        status.indicators, status.age_s, status.reported_s = indicators, age_s, time.monotonic()
+        status.indicators, status.age_s, status.reported_s = indicators, message.age_s, time.monotonic()
+        if self.name in self._instances.table.row_of:
+            self._instances.table.set_adapters(self.name, adapters_from(message))
         status.num_unseen = 0
         if self._watching is not None:  # otherwise no policy reads the table
             self._update_table()
@@ -214,7 +216,7 @@ class InstanceHandle:
             raise ValueError(f"instance_id: {message.instance_id!r} answers there")
         self.is_silent = False
         changed = indicators_from(message.indicators)
-        self._keep(changed if message.full else {**self.status.indicators, **changed}, message.indicators.age_s)
+        self._keep(message.indicators, changed if message.full else {**self.status.indicators, **changed})
         self.status.versions.report(message.version, message.epoch)
         self.status.reported_state = state_name(message.state)
         if self.status.reported_state in NOT_READY:

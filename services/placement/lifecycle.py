@@ -36,7 +36,7 @@ async def placement_driver(
     instances, lengths = InstanceRegistry(settings, metrics), LengthResolver(settings, metrics)
     reports = ProvisionerReports(settings.provisioners, settings.scheduler_id, own_key(settings.part_key_file))
     registered = RegisteredInstances(source, settings.registered_file, changed=instances.update)
-    watching = counting = recorder = driver = None
+    watching = counting = listing = recorder = driver = None
     try:
         recorder = _recorder(settings, metrics)
         try:
@@ -60,13 +60,15 @@ async def placement_driver(
             )
             count = partial(reports.follow_waiting, driver.core.waiting_targets)
             counting = asyncio.create_task(supervised("reports of waiting requests", count))
+            listing = asyncio.create_task(supervised("models of engines", driver.models.follow))
             with instances.drains_followed(driver.requests.follow):
                 yield driver
     finally:
         if driver is not None:
             await driver.tail.close()
             await driver.requests.close()
-        for task in (watching, counting):
+            driver.models.close()
+        for task in (watching, counting, listing):
             if task is not None:
                 task.cancel()
                 with suppress(asyncio.CancelledError):

@@ -195,6 +195,9 @@ class SchedulerSettings:
     chat_template: ChatTemplateFile = ""
     block_tokens: BlockTokens = 16
     hash_seed: HashSeed = SEED
+    kv_events_insecure: Annotated[
+        bool, "Follow the KV events of engines on other machines, which contain prompts, in plain text."
+    ] = False
     continue_streams: ContinueStreams = BY_TOKEN_IDS
     max_migrations: MaxMigrations = 2
     migration_ratio: MigrationRatio = 0.2

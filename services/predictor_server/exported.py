@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from predictor.adapter_times import AdapterTimes
 from predictor.approximations import UNKNOWN_PREFIXES, UNKNOWN_RANKS
 from predictor.batching import is_compiled
 from predictor.correction import Correction, CorrectionRule, RegionCorrection
@@ -49,6 +50,7 @@ STEP_SUMS = (
     "decode_longest",
 )  # fmt: skip
 
+ADAPTER_LOADS = ("adapter_loads", "adapter_activations")
 OF_TRANSFERS = CorrectionRule(momentum=0.8, lowest=0.05, highest=50.0)  # a link's bandwidth is configured by guess
 FULL_READ_S = 0.25  # how often a file that does not change is read to learn whether its engine has ended
 COMPLETED = {REASONS.index("stop"), REASONS.index("length")}
@@ -117,6 +119,7 @@ class ExportedEngine:
         self._correction = RegionCorrection()
         self._corrected_s = 0.0
         self._transfers = Correction(rule=OF_TRANSFERS)
+        self._adapter_times = AdapterTimes()
         self._num_fetched = 0
         self._counters = EngineCounters()
         self._drafts = AcceptanceLearner(NO_DRAFTS)
@@ -258,6 +261,7 @@ class ExportedEngine:
             self._unmatched = []
             self._correction = RegionCorrection()
             self._transfers, self._num_fetched = Correction(rule=OF_TRANSFERS), 0
+            self._adapter_times = AdapterTimes(load_s=config.lora_load_s, activate_s=config.lora_activate_s)
             self._check = StepCheck(profile) if self._profile is not None else None
             self._counters = EngineCounters()
             self._drafts = AcceptanceLearner(config.configured_drafts)
@@ -346,21 +350,35 @@ class ExportedEngine:
         if self._check is not None:
             _require(self._check.require_close)
         followed.replica.engine.set_region_paces(self._correction.every.factor, self._correction.factors)
+        if followed.replica.engine.config.max_loras:
+            followed.replica.engine.set_adapter_times(self._adapter_times.load_s, self._adapter_times.activate_s)
+
+    def _learn_adapter_times(self, extra_s: float, num_loads: int, num_activations: int) -> None:
+        """Learn from a step that loaded adapters; its duration says nothing about the pace of others."""
+        self._adapter_times = self._adapter_times.observe(
+            num_loads=num_loads, num_activations=num_activations, extra_s=extra_s
+        )
 
     @property
     def _is_in_lockstep(self) -> bool:
         return self.rank is not None and self.rank.lockstep is not None
 
     def _recorded_steps(self, replica: EngineReplica) -> list[RecordedStep]:
-        """Read the steps that have ended, with their durations by the profile."""
+        """Read the steps that have ended, with their durations by the profile; without those that loaded adapters."""
         records = self._reader.new_steps()
         steps = []
-        for start_s, real_s, sums in zip(
-            records["start_s"].tolist(), records["seconds"].tolist(), records[list(STEP_SUMS)].tolist(), strict=True
+        for start_s, real_s, sums, loads in zip(
+            records["start_s"].tolist(),
+            records["seconds"].tolist(),
+            records[list(STEP_SUMS)].tolist(),
+            records[list(ADAPTER_LOADS)].tolist(),
+            strict=True,
         ):
             step = dict(zip(STEP_SUMS, sums, strict=True))
             predicted_s = replica.step_seconds(**step)
-            if predicted_s is not None:
+            if predicted_s is not None and any(loads):
+                self._learn_adapter_times(real_s - predicted_s * self._correction.every.factor, *loads)
+            elif predicted_s is not None:
                 region = region_of(step["num_tokens"], step["num_decodes"], step["num_prefills"])
                 steps.append(RecordedStep(start_s, real_s, predicted_s, region))
         return steps

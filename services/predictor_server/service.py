@@ -13,10 +13,12 @@ from predictor.approximations import joined
 from predictor.config import EngineConfig
 from predictor.engine_view import EngineView
 from predictor.forecast_result import Forecast
+from predictor.indicators import adapters_of
 from predictor.request_group import Placeable
 from protos.block.v1 import common_pb2, predictor_pb2, predictor_pb2_grpc
 from scheduler.reservations import Reservation
 from services.predictor_server.engine_source import DownError
+from services.predictor_server.input_approximations import input_approximations
 from services.predictor_server.sidecar import Refusal, Sidecar
 from services.rpc.errors import BusyError, MisdirectedError
 from services.rpc.messages import forecast_from, forecast_message, indicators_message, require_name
@@ -204,7 +206,11 @@ class InstanceEndpoint:
                 response.sequence = sequence
                 age_s, source = response.indicators.age_s, response.indicators.source
                 sent = values if response.full else changed
-                response.indicators.CopyFrom(indicators_message(sent, age_s=age_s, source=source))
+                adapters = response.indicators.active_adapters, response.indicators.cached_adapters
+                message = indicators_message(sent, age_s=age_s, source=source)
+                message.active_adapters.extend(adapters[0])
+                message.cached_adapters.extend(adapters[1])
+                response.indicators.CopyFrom(message)
                 known, last = values, response
                 yield response
             await asyncio.sleep(interval_s)
@@ -331,6 +337,7 @@ class InstanceEndpoint:
             return response, {}
         response.state = sidecar.state()
         response.indicators.age_s = view.age_s
+        _put_adapters(response.indicators, view)
         return response, sidecar.indicators(view)
 
     def _indicators_of(self, view: EngineView) -> common_pb2.Indicators:
@@ -338,10 +345,19 @@ class InstanceEndpoint:
         key = (view.serial, len(self._sidecar.reservations))
         if self._indicators is None or self._indicators[:2] != key:
             made = indicators_message(self._sidecar.indicators(view), age_s=0.0, source=self._sidecar.source.kind)
+            _put_adapters(made, view)
             self._indicators = (*key, made)
         message = self._indicators[2]
         message.age_s = view.age_s
         return message
+
+
+def _put_adapters(message: common_pb2.Indicators, view: EngineView) -> None:
+    """Write the LoRA adapters of an engine."""
+    if view.engine.config.max_loras:
+        active, cached = adapters_of(view.engine)
+        message.active_adapters.extend(active)
+        message.cached_adapters.extend(cached)
 
 
 def _refuse(response: predictor_pb2.ReserveResponse, reason: str) -> predictor_pb2.ReserveResponse:
@@ -357,7 +373,7 @@ def _naming_approximations(
     """Add to a forecast what it only approximates."""
     if not isinstance(result, Forecast) or isinstance(request, Refusal):
         return result
-    named = joined(view.approximations, approximations_of(message, request))
+    named = joined(view.approximations, approximations_of(message, request), input_approximations(message, view))
     return replace(result, approximations=named) if named else result
 
 

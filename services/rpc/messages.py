@@ -11,11 +11,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from predictor.approximations import MAX_APPROXIMATIONS, MAX_LENGTH
 from predictor.forecast_result import Forecast
 from predictor.lengths import Tag
-from predictor.request import BEST_EFFORT, DECODE, PREFILL, REAL_TIME, SERVE, RequestFacts, Slo
+from predictor.request import BEST_EFFORT, DECODE, PREFILL, REAL_TIME, SERVE, EncoderInput, RequestFacts, Slo
 from protos.block.v1 import common_pb2
+from scheduler.adapters import ReportedAdapters
 
 LONGEST_NAME = 256  # characters of ids and names
 MAX_HASH_BYTES = 64
+MAX_ENCODER_INPUTS = 256
 NO_LIMIT = 2**32 - 1
 
 CLASSES = {
@@ -40,7 +42,7 @@ LEG_VALUES = {
 }
 
 # The fields of Indicators that are no indicators, and the indicators with bounds of their own.
-NO_INDICATORS = ("age_s", "source", "more")
+NO_INDICATORS = ("age_s", "source", "more", "active_adapters", "cached_adapters")
 INDICATOR_FIELDS = {
     field.name: field for field in common_pb2.Indicators.DESCRIPTOR.fields if field.name not in NO_INDICATORS
 }
@@ -98,6 +100,8 @@ def request_from(  # noqa: PLR0913 - what an engine reads a request by
         leg=LEG_NAMES.get(message.leg, SERVE),
         held_s=message.held_s * clock_rate if message.HasField("held_s") else None,
         length_quantiles=message.length_quantiles or 1,
+        adapter=_adapter_from(message),
+        encoder_inputs=_inputs_from(message),
     )
 
 
@@ -127,6 +131,11 @@ def request_message(request: RequestFacts, *, now_s: float | None = None, block_
         leg=LEG_VALUES[request.leg],
         held_s=request.held_s,
         length_quantiles=0 if request.length_quantiles == 1 else request.length_quantiles,
+        adapter=request.adapter,
+        encoder_inputs=[
+            common_pb2.EncoderInput(position=one.position, tokens=one.tokens, identity=_identity_bytes(one.identity))
+            for one in request.encoder_inputs
+        ],
     )
 
 
@@ -137,6 +146,32 @@ def _slo_from(message: common_pb2.Slo, clock_rate: float) -> Slo | None:
         return None if ttft_s is None and tpot_s is None else Slo(ttft_s=ttft_s, tpot_s=tpot_s)
     except ValueError as error:
         raise ValueError(f"slo.{error}") from None
+
+
+def _adapter_from(message: common_pb2.Request) -> str:
+    if len(message.adapter) > LONGEST_NAME:
+        raise ValueError(f"adapter: is longer than {LONGEST_NAME} characters")
+    return message.adapter
+
+
+def _inputs_from(message: common_pb2.Request) -> tuple[EncoderInput, ...]:
+    if not message.encoder_inputs:
+        return ()
+    if len(message.encoder_inputs) > MAX_ENCODER_INPUTS:
+        raise ValueError(f"encoder_inputs: {len(message.encoder_inputs)} are more than {MAX_ENCODER_INPUTS}")
+    inputs = []
+    for index, one in enumerate(message.encoder_inputs):
+        if len(one.identity) > MAX_HASH_BYTES:
+            raise ValueError(f"encoder_inputs[{index}].identity: has more than {MAX_HASH_BYTES} bytes")
+        try:
+            inputs.append(EncoderInput(position=one.position, tokens=one.tokens, identity=one.identity.hex() or None))
+        except ValueError as error:
+            raise ValueError(f"encoder_inputs[{index}].{error}") from None
+    return tuple(inputs)
+
+
+def _identity_bytes(identity: int | str | None) -> bytes:
+    return b"" if identity is None else prefix_bytes([identity])[0]
 
 
 def prefix_from(
@@ -226,6 +261,7 @@ def forecast_from(message: common_pb2.Forecast) -> Forecast:
         least_slack_s=_delay(message, "least_slack_s"),
         unmeasured=_unmeasured(message),
         approximations=_approximations(message) if message.approximations else (),
+        offloaded_hit_tokens=message.offloaded_hit_tokens,
     )
 
 
@@ -295,6 +331,7 @@ def forecast_message(forecast: Forecast) -> common_pb2.Forecast:
         least_slack_s=forecast.least_slack_s,
         unmeasured=forecast.unmeasured,
         approximations=forecast.approximations,
+        offloaded_hit_tokens=forecast.offloaded_hit_tokens,
     )
 
 
@@ -339,6 +376,11 @@ def indicators_message(
         else:
             message.more[name] = value
     return message
+
+
+def adapters_from(message: common_pb2.Indicators) -> ReportedAdapters:
+    """Read the LoRA adapters that an instance reports."""
+    return ReportedAdapters(frozenset(message.active_adapters), frozenset(message.cached_adapters))
 
 
 def _require_number(name: str, value: float) -> None:

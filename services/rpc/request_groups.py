@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from predictor.approximations import GRAMMAR_COMPILATION, MERGED_PROMPTS, joined
+from predictor.approximations import ESTIMATED_MEDIA, GRAMMAR_COMPILATION, MERGED_PROMPTS, joined
 from predictor.request_group import MAX_MEMBERS, Placeable, PromptFacts, RequestGroup, group_of
 from protos.block.v1 import common_pb2
 from services.rpc.messages import NO_LIMIT, prefix_from, request_from
@@ -97,4 +97,6 @@ def approximations_of(message: common_pb2.Request, request: Placeable) -> tuple[
         named = (MERGED_PROMPTS,)
     if message.grammar:
         named = (*named, GRAMMAR_COMPILATION)
+    if any(one.is_estimate for one in message.encoder_inputs):
+        named = (*named, ESTIMATED_MEDIA)
     return joined(request.approximations, named) if isinstance(request, RequestGroup) else named

@@ -7,7 +7,7 @@ from itertools import islice
 from typing import Any
 
 from predictor.config import EngineConfig
-from predictor.request import RequestFacts
+from predictor.request import EncoderInput, RequestFacts
 from predictor.step_time import StepTime
 from simulator.replay import replay_steps
 
@@ -24,6 +24,7 @@ def our_requests(workload: dict[str, Any]) -> list[RequestFacts]:
     requests = []
     for spec in workload["requests"]:
         fields = {**spec, "request_id": spec["id"], "prefix_hashes": tuple(spec["prefix_hashes"])}
+        fields["encoder_inputs"] = tuple(EncoderInput(**image) for image in spec.get("encoder_inputs", ()))
         del fields["id"]
         requests.append(RequestFacts(**fields))
     return requests

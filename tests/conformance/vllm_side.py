@@ -15,6 +15,7 @@ SCRIPT = Path(__file__).with_name("vllm_trace.py")
 SPEC_SCRIPT = Path(__file__).with_name("spec_trace.py")
 LEGS_SCRIPT = Path(__file__).with_name("legs_trace.py")
 SAMPLING_SCRIPT = Path(__file__).with_name("sampling_trace.py")
+INPUTS_SCRIPT = Path(__file__).with_name("inputs_trace.py")
 PLUGIN_SCRIPT = Path(__file__).with_name("plugin_trace.py")
 LOCKSTEP_SCRIPT = Path(__file__).with_name("lockstep_trace.py")
 
@@ -60,6 +61,11 @@ def lockstep_traces(workloads: Iterable[dict[str, Any]]) -> list[str]:
 def plugin_traces(workloads: Iterable[dict[str, Any]], installed: Path) -> list[str]:
     """Trace the workloads with the plug-in that is installed in a folder."""
     return _answers(workloads, PLUGIN_SCRIPT, str(installed))
+
+
+def input_answers(asked: dict[str, Any]) -> str:
+    """Return vLLM's memory of adapters after steps, and the tokens of images, as JSON."""
+    return _answers([asked], INPUTS_SCRIPT)[0]
 
 
 def _answers(workloads: Iterable[dict[str, Any]], script: Path, *arguments: str) -> list[str]:

@@ -21,9 +21,12 @@ from typing import Any
 # vLLM reads its environment when it is imported.
 os.environ.update(HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", VLLM_LOGGING_LEVEL="ERROR")
 
-from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.config import CacheConfig, KVTransferConfig, LoRAConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -82,10 +85,12 @@ def build_scheduler(base: VllmConfig, engine: dict[str, Any], scheduler_class: t
             kv_role=engine["kv_role"],
             kv_load_failure_policy=engine["kv_load_failure_policy"],
         )
+    if engine.get("max_loras"):
+        config.lora_config = LoRAConfig(max_loras=engine["max_loras"])
     spec = FullAttentionSpec(
         block_size=engine["block_size"], num_kv_heads=1, head_size=1, dtype=config.model_config.dtype
     )
-    return config.scheduler_config.get_scheduler_cls()(
+    scheduler = config.scheduler_config.get_scheduler_cls()(
         vllm_config=config,
         kv_cache_config=KVCacheConfig(
             num_blocks=engine["num_gpu_blocks"],
@@ -95,6 +100,29 @@ def build_scheduler(base: VllmConfig, engine: dict[str, Any], scheduler_class: t
         structured_output_manager=StructuredOutputManager(config),
         block_size=engine["block_size"],
     )
+    if engine.get("max_num_encoder_input_tokens"):  # as a model with an encoder would set it
+        scheduler.max_num_encoder_input_tokens = engine["max_num_encoder_input_tokens"]
+        scheduler.encoder_cache_manager = EncoderCacheManager(cache_size=engine["encoder_cache_size"])
+        scheduler.scheduler_config.disable_chunked_mm_input = engine["disable_chunked_mm_input"]
+    return scheduler
+
+
+def lora_request(name: str) -> LoRARequest | None:
+    """Return vLLM's form of an adapter a0, a1, …; None for the base model."""
+    return LoRARequest(lora_name=name, lora_int_id=1 + int(name[1:]), lora_path=f"/{name}") if name else None
+
+
+def mm_features(spec: dict[str, Any]) -> list[MultiModalFeatureSpec]:
+    """Return the images of a request, without their data."""
+    return [
+        MultiModalFeatureSpec(
+            data=None,
+            modality="image",
+            identifier=image["identity"],
+            mm_position=PlaceholderRange(offset=image["position"], length=image["tokens"]),
+        )
+        for image in spec.get("encoder_inputs", ())
+    ]
 
 
 def waiting_in_order(scheduler: Scheduler) -> list[Request]:
@@ -220,6 +248,25 @@ class Trace:
             self.num_popped += 1
             return pop()
 
+        encoder = scheduler.encoder_cache_manager
+        can_allocate, refer = encoder.can_allocate, encoder.check_and_update_cache
+
+        def watched_can_allocate(request: Request, place: int, budget: int, planned: int) -> bool:
+            num_before = len(encoder.freed)
+            fits = can_allocate(request, place, budget, planned)
+            coverage["encoder_evictions"] += len(encoder.freed) > num_before
+            over_budget = request.get_num_encoder_embeds(place) > budget
+            coverage["encoder_budget_stops"] += over_budget
+            coverage["encoder_cache_stops"] += not fits and not over_budget
+            return fits
+
+        def watched_refer(request: Request, place: int) -> bool:
+            known = refer(request, place)
+            coverage["encoder_hits"] += known
+            return known
+
+        encoder.can_allocate, encoder.check_and_update_cache = watched_can_allocate, watched_refer
+
         def watched_evict(block: Any) -> bool:
             evicted = evict(block)
             coverage["evictions"] += evicted
@@ -254,6 +301,8 @@ class Trace:
             priority=spec["priority"],
             block_hasher=self.hasher,
             resumable=spec.get("resumable", False),
+            lora_request=lora_request(spec.get("adapter", "")),
+            mm_features=mm_features(spec),
         )
 
     def schedule(self, start_s: float) -> Launched:
@@ -290,7 +339,11 @@ class Trace:
         admitted = sum(request not in held_before for request in scheduler.running)
         coverage["steps"] += 1
         coverage["empty_steps"] += not scheduled
-        coverage["stale_skips"] += self.num_popped - admitted
+        skipped = self.num_popped - admitted
+        by_adapter = self.num_passed_over(waiting, scheduled) if skipped else 0
+        coverage["adapter_skips"] += by_adapter
+        coverage["admitted_after_adapter_skip"] += by_adapter > 0 and admitted > 0
+        coverage["stale_skips"] += max(0, skipped - by_adapter)
         for name, count in scheduled.items():
             if scheduler.requests[name].is_prefill_chunk:
                 limit = "threshold" if count == engine["long_prefill_token_threshold"] else "budget"
@@ -305,6 +358,14 @@ class Trace:
         coverage["unchunked_stops"] += (
             not engine["enable_chunked_prefill"] and not full and left > 0 and not self.refused_admission
         ) and any(not request.num_stale_output_tokens for request in waiting)
+
+    def num_passed_over(self, waiting: list[Request], scheduled: dict[str, int]) -> int:
+        """Return how many waiting requests have an adapter that the step has no place for."""
+        requests = self.scheduler.requests
+        used = {requests[name].lora_request for name in scheduled} - {None}
+        if not self.scheduler.lora_config or len(used) < self.scheduler.lora_config.max_loras:
+            return 0
+        return sum(bool(request.lora_request) and request.lora_request not in used for request in waiting)
 
     def update(self, launched: Launched) -> None:
         """Return one new token for every request that sampled, or EOS where its response ends early."""

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from predictor.vllm_versions import rules_for
 from tests.oracle.block_pool import BlockPool
+from tests.oracle.encoder_cache import EncoderCache, Image
 from tests.oracle.engine import EngineSettings, Seconds, Step, one_second
 
 
@@ -32,6 +33,9 @@ class Request:
     blocks: list[int] = field(default_factory=list)
     num_cached: int = 0  # how many of its blocks are in the prefix cache
     token_s: list[float] = field(default_factory=list)  # when each token of its response came
+    adapter: str = ""
+    encoder_inputs: list[Image] = field(default_factory=list)
+    planned_images: list[int] = field(default_factory=list)  # that the planned step computes
     drafts: int = 0  # tokens proposed for its next step
     in_prefill: bool = False  # its last step was a chunk of its prompt
     num_sampled: int = 0  # steps so far that sample a token
@@ -73,6 +77,9 @@ class Engine:
         self.unfinished: dict[str, Request] = {}
         self.swaps: bool = settings.get("kv_layout") == "swap"  # recorded traces have no layout
         self.swapped = 0  # tokens that the planned step copies to host memory, or back
+        self.max_loras: int = settings.get("max_loras", 0)
+        self.encoder = EncoderCache(settings.get("encoder_cache_size", 0))
+        self.encoder_budget = 0
         self.num_drafts: int = settings.get("num_speculative_tokens", 0)
         method = settings.get("speculative_method", "")
         self.lookahead = self.num_drafts if method in ("draft_model", "eagle", "mtp") else 0
@@ -110,6 +117,9 @@ class Engine:
             self.threshold = max(self.threshold, self.budget // num_requests)
         if num_requests <= 1 and self.rules.spares_lone_prefill:
             self.threshold = 0  # no other request that could starve
+        self.encoder_budget = self.settings.get("max_num_encoder_input_tokens", 0)
+        for request in self.unfinished.values():
+            request.planned_images = []
         scheduled: dict[str, int] = {}
         preempted: list[str] = []
         self.swapped = 0
@@ -136,6 +146,7 @@ class Engine:
                 count = min(count, self.threshold)
             room = self.settings["max_model_len"] - request.computed - 1
             count = self.shortened(request, request.computed, min(count, self.budget - self.draft_slots, room))
+            count, images, again, encoder_budget = self.images_of(request, request.computed, count)
             if count <= 0:
                 continue
             need = self.blocks_with_lookahead(request.computed + count) - len(request.blocks)
@@ -147,6 +158,9 @@ class Engine:
                     index -= 1
                 self.running.remove(victim)
                 if victim.id in scheduled:
+                    self.encoder_budget += sum(
+                        victim.encoder_inputs[place]["tokens"] for place in victim.planned_images
+                    )
                     self.budget += scheduled.pop(victim.id) + self.draft_slots
                 self.preempt(victim)
                 preempted.append(victim.id)
@@ -160,6 +174,7 @@ class Engine:
             self.cache_full_blocks(request, request.computed + count)
             scheduled[request.id] = count
             self.budget -= count + self.draft_slots
+            self.compute_images(request, images, again, encoder_budget)
 
     def shortened(self, request: Request, computed: int, count: int) -> int:
         """Let a chunk not end shortly before the end of a prompt (_reserve_prefill_lookahead)."""
@@ -169,6 +184,52 @@ class Engine:
     def blocks_with_lookahead(self, num_tokens: int) -> int:
         """Return the number of blocks for tokens and for those that a drafter writes after them."""
         return self.blocks_for(min(num_tokens + self.lookahead, self.settings["max_model_len"]))
+
+    def images_of(self, request: Request, computed: int, count: int) -> tuple[int, list[int], list[int], int]:
+        """Return how many tokens can be computed, their images to compute, those that repeat one, and the budget left.
+
+        (Scheduler._try_schedule_encoder_inputs)
+        """
+        budget, images, again = self.encoder_budget, [], []
+        end = computed + count
+        for place, image in enumerate(request.encoder_inputs):
+            start, stop = image["position"], image["position"] + image["tokens"]
+            if count <= 0 or stop <= computed or start >= end:
+                continue
+            whole = self.settings["disable_chunked_mm_input"]
+            if whole and computed < start and computed + count < stop:
+                return max(0, start - computed), images, again, budget
+            if image["identity"] in [request.encoder_inputs[other]["identity"] for other in images]:
+                again.append(place)
+                continue
+            if self.encoder.refer(request.id, place, image):
+                continue
+            planned = sum(request.encoder_inputs[other]["tokens"] for other in images)
+            if image["tokens"] > budget or not self.encoder.make_room(planned + image["tokens"]):
+                return max(0, start - computed), images, again, budget
+            images.append(place)
+            budget -= image["tokens"]
+        return count, images, again, budget
+
+    def compute_images(self, request: Request, images: list[int], again: list[int], budget: int) -> None:
+        """Compute images in the planned step."""
+        for place in images:
+            self.encoder.add(request.id, place, request.encoder_inputs[place])
+        for place in again:
+            self.encoder.refer(request.id, place, request.encoder_inputs[place])
+        if images:
+            self.encoder_budget = budget
+            request.planned_images = images
+
+    def release_images(self, request: Request, computed: int | None = None) -> None:
+        """Let a request refer to no image any more, or to those only that are not computed."""
+        places = [
+            place
+            for place in sorted(self.encoder.inputs.get(request.id, ()))
+            if computed is None
+            or request.encoder_inputs[place]["position"] + request.encoder_inputs[place]["tokens"] <= computed
+        ]
+        self.encoder.release(request.id, request.encoder_inputs, places)
 
     def surely_done(self, request: Request) -> bool:
         """Whether the steps in flight will produce its last token (async)."""
@@ -190,12 +251,14 @@ class Engine:
 
     def free(self, request: Request) -> None:
         """Free all its blocks."""
+        self.release_images(request)
         self.pool.release(request.blocks)
         request.blocks = []
         request.num_cached = 0
 
     def schedule_waiting(self, scheduled: dict[str, int]) -> None:
-        """Admit from the head of the queue until something does not fit."""
+        """Admit from the head of the queue until something does not fit; a request is passed over for its adapter."""
+        adapters = {self.unfinished[name].adapter for name in scheduled} - {""}
         runs = bool(scheduled)
         pads = self.num_drafts > 0 and not any(self.unfinished[name].in_prefill for name in scheduled)
         for request in list(self.waiting):
@@ -203,6 +266,8 @@ class Engine:
                 return
             if request.stale:
                 continue  # its output from before the preemption is still in flight
+            if request.adapter and request.adapter not in adapters and len(adapters) == self.max_loras > 0:
+                continue
             hits = self.pool.hits(request, self.block_size) if self.settings["enable_prefix_caching"] else []
             if self.drops_last_hit:
                 hits = hits[:-1]
@@ -212,6 +277,9 @@ class Engine:
             count = self.tokens_to_admit(request, computed, self.num_drafts if is_padded else 0)
             if count <= 0:
                 return
+            count, images, again, encoder_budget = self.images_of(request, computed, count)
+            if count <= 0:
+                return
             need = self.blocks_with_lookahead(computed + count) - len(hits)
             must_fit = need
             if self.settings["scheduler_reserve_full_isl"]:
@@ -219,6 +287,7 @@ class Engine:
             idle_hits = sum(self.pool.refs[block] == 0 for block in hits)
             kept_free = self.watermark_blocks if self.running else 0
             if must_fit + idle_hits + kept_free > len(self.pool.free):
+                self.release_images(request)
                 return
             self.pool.hold(hits)
             request.blocks = hits + self.pool.take(need)
@@ -234,6 +303,9 @@ class Engine:
                 self.padded.add(request.id)
             scheduled[request.id] = count
             self.budget -= count + self.draft_slots
+            self.compute_images(request, images, again, encoder_budget)
+            if request.adapter:
+                adapters.add(request.adapter)
 
     def tokens_to_admit(self, request: Request, computed: int, padding: int) -> int:
         """Return the tokens of a waiting request in this step; 0 or less where it has to wait."""
@@ -302,6 +374,7 @@ class Engine:
             is_stale = request.stale > 0
             if is_stale:
                 request.stale -= count
+            self.release_images(request, request.computed - request.placeholders)
             if name not in sampled:
                 continue
             self.take_output(request, sampled[name], is_stale=is_stale, now_s=now_s)

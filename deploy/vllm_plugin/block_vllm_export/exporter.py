@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from . import layout
+from .adapters import AdapterMemory
 from .blocks import BlockContents
 from .drafts import count_drafts
 from .identity import short_hash
@@ -56,6 +57,7 @@ class StepInFlight:
     start_s: float
     entries: list[tuple[ExportedRequest, int, int, int]]
     sums: tuple[float, ...]
+    loads: tuple[int, int] = (0, 0)  # adapters loaded, and brought to GPU slots
 
 
 class Exporter:
@@ -86,7 +88,10 @@ class Exporter:
             num_blocks=num_blocks if has_contents else 0,
             blocks_per_request=-(-settings["engine"]["max_model_len"] // self._size) if has_contents else 0,
             num_clients=planner.max_clients if planner else 0,
+            num_adapters=settings["engine"].get("max_cpu_loras", 0),
         )
+        limits = [settings["engine"].get(name, 0) for name in ("max_loras", "max_cpu_loras")]
+        self._adapters = AdapterMemory(*limits) if limits[0] else None
         self._writer.state["num_blocks"] = num_blocks
         self._contents = BlockContents(self._pool, self._writer.blocks) if has_contents else None
         self._exported: dict[str, ExportedRequest] = {}
@@ -122,9 +127,10 @@ class Exporter:
             entries.append((entry, sampled, drafts, tokens))
             _add(sums, tokens, sampled, drafts, entry.request.num_computed_tokens - tokens)
         if entries:
+            loads = self._adapters.use(_adapters_of(entries)) if self._adapters else (0, 0)
             self._num_planned += 1
             start_s = max(start_s, self._last_end_s) if not self._busy else self._last_end_s
-            self._steps.append(StepInFlight(output, start_s, entries, tuple(sums)))
+            self._steps.append(StepInFlight(output, start_s, entries, tuple(sums), loads))
             self._note_admissions(entries, start_s)
         self._publish()
 
@@ -143,7 +149,7 @@ class Exporter:
             start_s = max(step.start_s, self._last_end_s)
             self._last_end_s = now_s
             done = int(self._writer.state["num_steps"][0])
-            self._writer.add_step((done, start_s, now_s - start_s, *step.sums))
+            self._writer.add_step((done, start_s, now_s - start_s, *step.sums), step.loads)
             if self._scheduler.num_spec_tokens:
                 count_drafts(self._writer.state, step.entries, output, results)
             for entry, sampled, *_ in step.entries:
@@ -225,6 +231,7 @@ class Exporter:
             min_tokens=int(getattr(request.sampling_params, "min_tokens", 0) or 0),
             priority=int(request.priority),
             leg=self._leg(request),
+            adapter=_adapter_of(request),
             **facts,
         )
         return entry
@@ -295,6 +302,8 @@ class Exporter:
         state["num_preemptions"] = self._num_preemptions + sum(
             [entry.request.num_preemptions for entry in exported.values()]
         )
+        if self._adapters is not None:
+            state["num_adapters"] = self._adapters.write(writer.adapters)
         self._write_steps()
         self._write_memory()
         if self._contents is None:
@@ -399,6 +408,17 @@ class Exporter:
             ids = np.array([block.block_id - 1 for block in held[entry.num_tabled :]], layout.TABLE_ENTRY)
             self._writer.put_blocks(entry.slot, ids, entry.num_tabled)
             entry.num_tabled = len(held)
+
+
+def _adapter_of(request: Any) -> str:
+    """Return the name of a request's LoRA adapter; empty for the base model."""
+    lora = getattr(request, "lora_request", None)
+    return "" if lora is None else str(lora.lora_name)
+
+
+def _adapters_of(entries: Iterable[tuple[ExportedRequest, int, int, int]]) -> list[str]:
+    """Return the adapters of a step's requests, each once, in the order of the step."""
+    return [name for name in dict.fromkeys(_adapter_of(entry.request) for entry, *_ in entries) if name]
 
 
 def _add(sums: list[int], tokens: int, sampled: int, drafts: int, before: int) -> None:

@@ -358,7 +358,7 @@ class StepPlanner:
         client = columns.get("client_id", "")
         self._facts[slot] = (
             columns.get("ttft_slo_s", math.nan), columns.get("tpot_slo_s", math.nan), columns.get("weight", 1.0),
-            tenant_number(client), columns.get("request_class", 0),
+            tenant_number(client), columns.get("request_class", 0), 0, 0,
         )  # fmt: skip
         if request.status.name in BLOCKED:
             self._blocked[request] = None

@@ -93,8 +93,31 @@ def engine_settings(scheduler: Any) -> dict[str, Any]:
         "watermark": float(rules.watermark),
         "scheduler_reserve_full_isl": bool(rules.scheduler_reserve_full_isl),
         **transfer_settings(scheduler),
+        **({} if getattr(scheduler, "block_planner", None) else adapter_settings(scheduler)),
+        **encoder_settings(scheduler),
         **speculation_settings(scheduler),
     }
+
+
+def encoder_settings(scheduler: Any) -> dict[str, Any]:
+    """Return the encoder's budget; nothing for text models, for encoder-decoders, or whose steps a rule fills."""
+    budget = int(getattr(scheduler, "max_num_encoder_input_tokens", 0) or 0)
+    cache_size = int(getattr(getattr(scheduler, "encoder_cache_manager", None), "cache_size", 0) or 0)
+    if not (budget and cache_size) or scheduler.is_encoder_decoder or getattr(scheduler, "block_planner", None):
+        return {}
+    return {
+        "max_num_encoder_input_tokens": budget,
+        "encoder_cache_size": cache_size,
+        "disable_chunked_mm_input": bool(getattr(scheduler.scheduler_config, "disable_chunked_mm_input", False)),
+    }
+
+
+def adapter_settings(scheduler: Any) -> dict[str, Any]:
+    """Return the limits of LoRA adapters; nothing for an engine that serves none, or whose steps a rule fills."""
+    lora = getattr(scheduler, "lora_config", None)
+    if lora is None:
+        return {}
+    return {"max_loras": int(lora.max_loras), "max_cpu_loras": int(lora.max_cpu_loras or lora.max_loras)}
 
 
 def transfer_settings(scheduler: Any) -> dict[str, Any]:

@@ -415,6 +415,8 @@ class Request(_message.Message):
     NUM_SEQUENCES_FIELD_NUMBER: _builtins.int
     PROMPTS_FIELD_NUMBER: _builtins.int
     GRAMMAR_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
+    ENCODER_INPUTS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     model: _builtins.str
     """as the engine names it; an adapter has its own name"""
@@ -471,6 +473,8 @@ class Request(_message.Message):
     """How many responses the engine generates to each prompt (OpenAI's n), each as a request of its own. 0: one."""
     grammar: _builtins.bytes
     """Names the grammar of a structured output: requests with the same one share its compilation. Empty: none is compiled."""
+    adapter: _builtins.str
+    """the LoRA adapter that serves it, which `model` names too; empty: the base model"""
     @_builtins.property
     def tag(self) -> Global___Tag:
         """the predicted length"""
@@ -486,6 +490,10 @@ class Request(_message.Message):
     @_builtins.property
     def prompts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Prompt]:
         """Each prompt, in their order, where there are several; the engine makes num_sequences requests of each of them."""
+
+    @_builtins.property
+    def encoder_inputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___EncoderInput]:
+        """Images and other inputs of an encoder in its prompt, by position; they do not overlap."""
 
     def __init__(
         self,
@@ -520,10 +528,12 @@ class Request(_message.Message):
         num_sequences: _builtins.int = ...,
         prompts: _abc.Iterable[Global___Prompt] | None = ...,
         grammar: _builtins.bytes = ...,
+        adapter: _builtins.str = ...,
+        encoder_inputs: _abc.Iterable[Global___EncoderInput] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens", "_held_s", b"_held_s", "_max_tokens", b"_max_tokens", "_min_tokens", b"_min_tokens", "_output_tokens", b"_output_tokens", "_weight", b"_weight", "expected_output_tokens", b"expected_output_tokens", "held_s", b"held_s", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "output_tokens", b"output_tokens", "slo", b"slo", "tag", b"tag", "weight", b"weight"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens", "_held_s", b"_held_s", "_max_tokens", b"_max_tokens", "_min_tokens", b"_min_tokens", "_output_tokens", b"_output_tokens", "_weight", b"_weight", "arrival_unix_s", b"arrival_unix_s", "client_id", b"client_id", "continues_request_id", b"continues_request_id", "expected_output_tokens", b"expected_output_tokens", "grammar", b"grammar", "held_s", b"held_s", "ignore_eos", b"ignore_eos", "in_s", b"in_s", "leg", b"leg", "length_quantiles", b"length_quantiles", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "model", b"model", "num_prompts", b"num_prompts", "num_sequences", b"num_sequences", "objective", b"objective", "output_tokens", b"output_tokens", "prefix_block_tokens", b"prefix_block_tokens", "prefix_hashes", b"prefix_hashes", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "prompts", b"prompts", "request_class", b"request_class", "request_id", b"request_id", "session_id", b"session_id", "slo", b"slo", "tag", b"tag", "waited_s", b"waited_s", "weight", b"weight", "when_late", b"when_late"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens", "_held_s", b"_held_s", "_max_tokens", b"_max_tokens", "_min_tokens", b"_min_tokens", "_output_tokens", b"_output_tokens", "_weight", b"_weight", "adapter", b"adapter", "arrival_unix_s", b"arrival_unix_s", "client_id", b"client_id", "continues_request_id", b"continues_request_id", "encoder_inputs", b"encoder_inputs", "expected_output_tokens", b"expected_output_tokens", "grammar", b"grammar", "held_s", b"held_s", "ignore_eos", b"ignore_eos", "in_s", b"in_s", "leg", b"leg", "length_quantiles", b"length_quantiles", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "model", b"model", "num_prompts", b"num_prompts", "num_sequences", b"num_sequences", "objective", b"objective", "output_tokens", b"output_tokens", "prefix_block_tokens", b"prefix_block_tokens", "prefix_hashes", b"prefix_hashes", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "prompts", b"prompts", "request_class", b"request_class", "request_id", b"request_id", "session_id", b"session_id", "slo", b"slo", "tag", b"tag", "waited_s", b"waited_s", "weight", b"weight", "when_late", b"when_late"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__expected_output_tokens: _TypeAlias = _typing.Literal["expected_output_tokens"]  # noqa: Y015
     _WhichOneofArgType__expected_output_tokens: _TypeAlias = _typing.Literal["_expected_output_tokens", b"_expected_output_tokens"]  # noqa: Y015
@@ -551,6 +561,40 @@ class Request(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__weight) -> _WhichOneofReturnType__weight | None: ...
 
 Global___Request: _TypeAlias = Request  # noqa: Y015
+
+@_typing.final
+class EncoderInput(_message.Message):
+    """An image, or another input of an encoder, in a prompt; it takes a range of the prompt's tokens."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POSITION_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    IDENTITY_FIELD_NUMBER: _builtins.int
+    IS_ESTIMATE_FIELD_NUMBER: _builtins.int
+    position: _builtins.int
+    """of its first token"""
+    tokens: _builtins.int
+    """above 0"""
+    identity: _builtins.bytes
+    """equal for equal inputs, at most 64 bytes; empty: equal to no other"""
+    is_estimate: _builtins.bool
+    """of its tokens, as its size or the model's rule is not known"""
+    def __init__(
+        self,
+        *,
+        position: _builtins.int = ...,
+        tokens: _builtins.int = ...,
+        identity: _builtins.bytes = ...,
+        is_estimate: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "is_estimate", b"is_estimate", "position", b"position", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EncoderInput: _TypeAlias = EncoderInput  # noqa: Y015
 
 @_typing.final
 class Prompt(_message.Message):
@@ -606,6 +650,7 @@ class Forecast(_message.Message):
     LEAST_SLACK_S_FIELD_NUMBER: _builtins.int
     UNMEASURED_FIELD_NUMBER: _builtins.int
     APPROXIMATIONS_FIELD_NUMBER: _builtins.int
+    OFFLOADED_HIT_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     ttft_s: _builtins.float
     """to the first token"""
@@ -645,6 +690,8 @@ class Forecast(_message.Message):
     """the least time to its deadline at which a token comes, of any request whose"""
     unmeasured: _builtins.float
     """The share of its time in steps whose batches lie outside of what the profile of the engine measured, from 0 to 1."""
+    offloaded_hit_tokens: _builtins.int
+    """of its prompt, on an off-loading tier behind the prefix hits"""
     @_builtins.property
     def approximations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """What it only approximates, each in one sentence for people; at most 16."""
@@ -671,10 +718,11 @@ class Forecast(_message.Message):
         least_slack_s: _builtins.float | None = ...,
         unmeasured: _builtins.float = ...,
         approximations: _abc.Iterable[_builtins.str] | None = ...,
+        offloaded_hit_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_attained", b"_attained", "_delay_sum_s", b"_delay_sum_s", "_delay_worst_s", b"_delay_worst_s", "_fetched_s", b"_fetched_s", "_gain_after", b"_gain_after", "_gain_before", b"_gain_before", "_least_slack_s", b"_least_slack_s", "_others_missed", b"_others_missed", "_others_preempted", b"_others_preempted", "attained", b"attained", "delay_sum_s", b"delay_sum_s", "delay_worst_s", b"delay_worst_s", "fetched_s", b"fetched_s", "gain_after", b"gain_after", "gain_before", b"gain_before", "least_slack_s", b"least_slack_s", "others_missed", b"others_missed", "others_preempted", b"others_preempted"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_attained", b"_attained", "_delay_sum_s", b"_delay_sum_s", "_delay_worst_s", b"_delay_worst_s", "_fetched_s", b"_fetched_s", "_gain_after", b"_gain_after", "_gain_before", b"_gain_before", "_least_slack_s", b"_least_slack_s", "_others_missed", b"_others_missed", "_others_preempted", b"_others_preempted", "approximations", b"approximations", "attained", b"attained", "delay_sum_s", b"delay_sum_s", "delay_worst_s", b"delay_worst_s", "e2e_s", b"e2e_s", "fetched_s", b"fetched_s", "gain_after", b"gain_after", "gain_before", b"gain_before", "least_slack_s", b"least_slack_s", "num_preemptions", b"num_preemptions", "others_missed", b"others_missed", "others_preempted", b"others_preempted", "output_tokens", b"output_tokens", "prefix_hit_tokens", b"prefix_hit_tokens", "queue_s", b"queue_s", "request_id", b"request_id", "tpot_s", b"tpot_s", "ttft_s", b"ttft_s", "unmeasured", b"unmeasured"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_attained", b"_attained", "_delay_sum_s", b"_delay_sum_s", "_delay_worst_s", b"_delay_worst_s", "_fetched_s", b"_fetched_s", "_gain_after", b"_gain_after", "_gain_before", b"_gain_before", "_least_slack_s", b"_least_slack_s", "_others_missed", b"_others_missed", "_others_preempted", b"_others_preempted", "approximations", b"approximations", "attained", b"attained", "delay_sum_s", b"delay_sum_s", "delay_worst_s", b"delay_worst_s", "e2e_s", b"e2e_s", "fetched_s", b"fetched_s", "gain_after", b"gain_after", "gain_before", b"gain_before", "least_slack_s", b"least_slack_s", "num_preemptions", b"num_preemptions", "offloaded_hit_tokens", b"offloaded_hit_tokens", "others_missed", b"others_missed", "others_preempted", b"others_preempted", "output_tokens", b"output_tokens", "prefix_hit_tokens", b"prefix_hit_tokens", "queue_s", b"queue_s", "request_id", b"request_id", "tpot_s", b"tpot_s", "ttft_s", b"ttft_s", "unmeasured", b"unmeasured"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__attained: _TypeAlias = _typing.Literal["attained"]  # noqa: Y015
     _WhichOneofArgType__attained: _TypeAlias = _typing.Literal["_attained", b"_attained"]  # noqa: Y015
@@ -767,6 +815,11 @@ class Indicators(_message.Message):
     DECODE_STEP_S_FIELD_NUMBER: _builtins.int
     QUEUED_PREFILL_S_FIELD_NUMBER: _builtins.int
     LEAST_TPOT_SLO_S_FIELD_NUMBER: _builtins.int
+    NUM_OFFLOADED_BLOCKS_FIELD_NUMBER: _builtins.int
+    ACTIVE_ADAPTERS_FIELD_NUMBER: _builtins.int
+    CACHED_ADAPTERS_FIELD_NUMBER: _builtins.int
+    MAX_LORAS_FIELD_NUMBER: _builtins.int
+    NUM_ADAPTERS_FIELD_NUMBER: _builtins.int
     MORE_FIELD_NUMBER: _builtins.int
     age_s: _builtins.float
     """how old the state was when this message was sent; a receiver adds the time since"""
@@ -821,6 +874,22 @@ class Indicators(_message.Message):
     """to compute queued_prefill_tokens, beside what such a step takes"""
     least_tpot_slo_s: _builtins.float
     """the shortest target of the requests that have missed no deadline; infinite without one"""
+    num_offloaded_blocks: _builtins.int
+    """on off-loading tiers of the KV cache, known from the engine's KV events"""
+    max_loras: _builtins.int
+    """in GPU memory at most; absent: the engine serves none, as far as is known"""
+    num_adapters: _builtins.int
+    """in GPU memory"""
+    @_builtins.property
+    def active_adapters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """LoRA adapters, by the first eight bytes of the BLAKE2b hash of their names as a little-endian number.
+        in GPU memory
+        """
+
+    @_builtins.property
+    def cached_adapters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """in host memory only"""
+
     @_builtins.property
     def more(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """for experiments; established ones become fields above"""
@@ -852,11 +921,16 @@ class Indicators(_message.Message):
         decode_step_s: _builtins.float | None = ...,
         queued_prefill_s: _builtins.float | None = ...,
         least_tpot_slo_s: _builtins.float | None = ...,
+        num_offloaded_blocks: _builtins.int | None = ...,
+        active_adapters: _abc.Iterable[_builtins.int] | None = ...,
+        cached_adapters: _abc.Iterable[_builtins.int] | None = ...,
+        max_loras: _builtins.int | None = ...,
+        num_adapters: _builtins.int | None = ...,
         more: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_context_tokens", b"_context_tokens", "_decode_step_s", b"_decode_step_s", "_drained_s", b"_drained_s", "_kv_hit_ratio", b"_kv_hit_ratio", "_least_tpot_slo_s", b"_least_tpot_slo_s", "_num_fetching", b"_num_fetching", "_num_finished_total", b"_num_finished_total", "_num_free_blocks", b"_num_free_blocks", "_num_held_blocks", b"_num_held_blocks", "_num_preemptions_total", b"_num_preemptions_total", "_num_reserved", b"_num_reserved", "_num_reserved_blocks", b"_num_reserved_blocks", "_num_running", b"_num_running", "_num_total_blocks", b"_num_total_blocks", "_num_waiting", b"_num_waiting", "_num_waiting_blocks", b"_num_waiting_blocks", "_pace", b"_pace", "_queued_prefill_s", b"_queued_prefill_s", "_queued_prefill_tokens", b"_queued_prefill_tokens", "_remaining_tokens", b"_remaining_tokens", "_requests_per_minute", b"_requests_per_minute", "_step_s", b"_step_s", "context_tokens", b"context_tokens", "decode_step_s", b"decode_step_s", "drained_s", b"drained_s", "kv_hit_ratio", b"kv_hit_ratio", "least_tpot_slo_s", b"least_tpot_slo_s", "num_fetching", b"num_fetching", "num_finished_total", b"num_finished_total", "num_free_blocks", b"num_free_blocks", "num_held_blocks", b"num_held_blocks", "num_preemptions_total", b"num_preemptions_total", "num_reserved", b"num_reserved", "num_reserved_blocks", b"num_reserved_blocks", "num_running", b"num_running", "num_total_blocks", b"num_total_blocks", "num_waiting", b"num_waiting", "num_waiting_blocks", b"num_waiting_blocks", "pace", b"pace", "queued_prefill_s", b"queued_prefill_s", "queued_prefill_tokens", b"queued_prefill_tokens", "remaining_tokens", b"remaining_tokens", "requests_per_minute", b"requests_per_minute", "step_s", b"step_s"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_context_tokens", b"_context_tokens", "_decode_step_s", b"_decode_step_s", "_drained_s", b"_drained_s", "_kv_hit_ratio", b"_kv_hit_ratio", "_least_tpot_slo_s", b"_least_tpot_slo_s", "_max_loras", b"_max_loras", "_num_adapters", b"_num_adapters", "_num_fetching", b"_num_fetching", "_num_finished_total", b"_num_finished_total", "_num_free_blocks", b"_num_free_blocks", "_num_held_blocks", b"_num_held_blocks", "_num_offloaded_blocks", b"_num_offloaded_blocks", "_num_preemptions_total", b"_num_preemptions_total", "_num_reserved", b"_num_reserved", "_num_reserved_blocks", b"_num_reserved_blocks", "_num_running", b"_num_running", "_num_total_blocks", b"_num_total_blocks", "_num_waiting", b"_num_waiting", "_num_waiting_blocks", b"_num_waiting_blocks", "_pace", b"_pace", "_queued_prefill_s", b"_queued_prefill_s", "_queued_prefill_tokens", b"_queued_prefill_tokens", "_remaining_tokens", b"_remaining_tokens", "_requests_per_minute", b"_requests_per_minute", "_step_s", b"_step_s", "context_tokens", b"context_tokens", "decode_step_s", b"decode_step_s", "drained_s", b"drained_s", "kv_hit_ratio", b"kv_hit_ratio", "least_tpot_slo_s", b"least_tpot_slo_s", "max_loras", b"max_loras", "num_adapters", b"num_adapters", "num_fetching", b"num_fetching", "num_finished_total", b"num_finished_total", "num_free_blocks", b"num_free_blocks", "num_held_blocks", b"num_held_blocks", "num_offloaded_blocks", b"num_offloaded_blocks", "num_preemptions_total", b"num_preemptions_total", "num_reserved", b"num_reserved", "num_reserved_blocks", b"num_reserved_blocks", "num_running", b"num_running", "num_total_blocks", b"num_total_blocks", "num_waiting", b"num_waiting", "num_waiting_blocks", b"num_waiting_blocks", "pace", b"pace", "queued_prefill_s", b"queued_prefill_s", "queued_prefill_tokens", b"queued_prefill_tokens", "remaining_tokens", b"remaining_tokens", "requests_per_minute", b"requests_per_minute", "step_s", b"step_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_context_tokens", b"_context_tokens", "_decode_step_s", b"_decode_step_s", "_drained_s", b"_drained_s", "_kv_hit_ratio", b"_kv_hit_ratio", "_least_tpot_slo_s", b"_least_tpot_slo_s", "_num_fetching", b"_num_fetching", "_num_finished_total", b"_num_finished_total", "_num_free_blocks", b"_num_free_blocks", "_num_held_blocks", b"_num_held_blocks", "_num_preemptions_total", b"_num_preemptions_total", "_num_reserved", b"_num_reserved", "_num_reserved_blocks", b"_num_reserved_blocks", "_num_running", b"_num_running", "_num_total_blocks", b"_num_total_blocks", "_num_waiting", b"_num_waiting", "_num_waiting_blocks", b"_num_waiting_blocks", "_pace", b"_pace", "_queued_prefill_s", b"_queued_prefill_s", "_queued_prefill_tokens", b"_queued_prefill_tokens", "_remaining_tokens", b"_remaining_tokens", "_requests_per_minute", b"_requests_per_minute", "_step_s", b"_step_s", "age_s", b"age_s", "context_tokens", b"context_tokens", "decode_step_s", b"decode_step_s", "drained_s", b"drained_s", "kv_hit_ratio", b"kv_hit_ratio", "least_tpot_slo_s", b"least_tpot_slo_s", "more", b"more", "num_fetching", b"num_fetching", "num_finished_total", b"num_finished_total", "num_free_blocks", b"num_free_blocks", "num_held_blocks", b"num_held_blocks", "num_preemptions_total", b"num_preemptions_total", "num_reserved", b"num_reserved", "num_reserved_blocks", b"num_reserved_blocks", "num_running", b"num_running", "num_total_blocks", b"num_total_blocks", "num_waiting", b"num_waiting", "num_waiting_blocks", b"num_waiting_blocks", "pace", b"pace", "queued_prefill_s", b"queued_prefill_s", "queued_prefill_tokens", b"queued_prefill_tokens", "remaining_tokens", b"remaining_tokens", "requests_per_minute", b"requests_per_minute", "source", b"source", "step_s", b"step_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_context_tokens", b"_context_tokens", "_decode_step_s", b"_decode_step_s", "_drained_s", b"_drained_s", "_kv_hit_ratio", b"_kv_hit_ratio", "_least_tpot_slo_s", b"_least_tpot_slo_s", "_max_loras", b"_max_loras", "_num_adapters", b"_num_adapters", "_num_fetching", b"_num_fetching", "_num_finished_total", b"_num_finished_total", "_num_free_blocks", b"_num_free_blocks", "_num_held_blocks", b"_num_held_blocks", "_num_offloaded_blocks", b"_num_offloaded_blocks", "_num_preemptions_total", b"_num_preemptions_total", "_num_reserved", b"_num_reserved", "_num_reserved_blocks", b"_num_reserved_blocks", "_num_running", b"_num_running", "_num_total_blocks", b"_num_total_blocks", "_num_waiting", b"_num_waiting", "_num_waiting_blocks", b"_num_waiting_blocks", "_pace", b"_pace", "_queued_prefill_s", b"_queued_prefill_s", "_queued_prefill_tokens", b"_queued_prefill_tokens", "_remaining_tokens", b"_remaining_tokens", "_requests_per_minute", b"_requests_per_minute", "_step_s", b"_step_s", "active_adapters", b"active_adapters", "age_s", b"age_s", "cached_adapters", b"cached_adapters", "context_tokens", b"context_tokens", "decode_step_s", b"decode_step_s", "drained_s", b"drained_s", "kv_hit_ratio", b"kv_hit_ratio", "least_tpot_slo_s", b"least_tpot_slo_s", "max_loras", b"max_loras", "more", b"more", "num_adapters", b"num_adapters", "num_fetching", b"num_fetching", "num_finished_total", b"num_finished_total", "num_free_blocks", b"num_free_blocks", "num_held_blocks", b"num_held_blocks", "num_offloaded_blocks", b"num_offloaded_blocks", "num_preemptions_total", b"num_preemptions_total", "num_reserved", b"num_reserved", "num_reserved_blocks", b"num_reserved_blocks", "num_running", b"num_running", "num_total_blocks", b"num_total_blocks", "num_waiting", b"num_waiting", "num_waiting_blocks", b"num_waiting_blocks", "pace", b"pace", "queued_prefill_s", b"queued_prefill_s", "queued_prefill_tokens", b"queued_prefill_tokens", "remaining_tokens", b"remaining_tokens", "requests_per_minute", b"requests_per_minute", "source", b"source", "step_s", b"step_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__context_tokens: _TypeAlias = _typing.Literal["context_tokens"]  # noqa: Y015
     _WhichOneofArgType__context_tokens: _TypeAlias = _typing.Literal["_context_tokens", b"_context_tokens"]  # noqa: Y015
@@ -868,6 +942,10 @@ class Indicators(_message.Message):
     _WhichOneofArgType__kv_hit_ratio: _TypeAlias = _typing.Literal["_kv_hit_ratio", b"_kv_hit_ratio"]  # noqa: Y015
     _WhichOneofReturnType__least_tpot_slo_s: _TypeAlias = _typing.Literal["least_tpot_slo_s"]  # noqa: Y015
     _WhichOneofArgType__least_tpot_slo_s: _TypeAlias = _typing.Literal["_least_tpot_slo_s", b"_least_tpot_slo_s"]  # noqa: Y015
+    _WhichOneofReturnType__max_loras: _TypeAlias = _typing.Literal["max_loras"]  # noqa: Y015
+    _WhichOneofArgType__max_loras: _TypeAlias = _typing.Literal["_max_loras", b"_max_loras"]  # noqa: Y015
+    _WhichOneofReturnType__num_adapters: _TypeAlias = _typing.Literal["num_adapters"]  # noqa: Y015
+    _WhichOneofArgType__num_adapters: _TypeAlias = _typing.Literal["_num_adapters", b"_num_adapters"]  # noqa: Y015
     _WhichOneofReturnType__num_fetching: _TypeAlias = _typing.Literal["num_fetching"]  # noqa: Y015
     _WhichOneofArgType__num_fetching: _TypeAlias = _typing.Literal["_num_fetching", b"_num_fetching"]  # noqa: Y015
     _WhichOneofReturnType__num_finished_total: _TypeAlias = _typing.Literal["num_finished_total"]  # noqa: Y015
@@ -876,6 +954,8 @@ class Indicators(_message.Message):
     _WhichOneofArgType__num_free_blocks: _TypeAlias = _typing.Literal["_num_free_blocks", b"_num_free_blocks"]  # noqa: Y015
     _WhichOneofReturnType__num_held_blocks: _TypeAlias = _typing.Literal["num_held_blocks"]  # noqa: Y015
     _WhichOneofArgType__num_held_blocks: _TypeAlias = _typing.Literal["_num_held_blocks", b"_num_held_blocks"]  # noqa: Y015
+    _WhichOneofReturnType__num_offloaded_blocks: _TypeAlias = _typing.Literal["num_offloaded_blocks"]  # noqa: Y015
+    _WhichOneofArgType__num_offloaded_blocks: _TypeAlias = _typing.Literal["_num_offloaded_blocks", b"_num_offloaded_blocks"]  # noqa: Y015
     _WhichOneofReturnType__num_preemptions_total: _TypeAlias = _typing.Literal["num_preemptions_total"]  # noqa: Y015
     _WhichOneofArgType__num_preemptions_total: _TypeAlias = _typing.Literal["_num_preemptions_total", b"_num_preemptions_total"]  # noqa: Y015
     _WhichOneofReturnType__num_reserved: _TypeAlias = _typing.Literal["num_reserved"]  # noqa: Y015
@@ -913,6 +993,10 @@ class Indicators(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__least_tpot_slo_s) -> _WhichOneofReturnType__least_tpot_slo_s | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_loras) -> _WhichOneofReturnType__max_loras | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_adapters) -> _WhichOneofReturnType__num_adapters | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__num_fetching) -> _WhichOneofReturnType__num_fetching | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__num_finished_total) -> _WhichOneofReturnType__num_finished_total | None: ...
@@ -920,6 +1004,8 @@ class Indicators(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__num_free_blocks) -> _WhichOneofReturnType__num_free_blocks | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__num_held_blocks) -> _WhichOneofReturnType__num_held_blocks | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_offloaded_blocks) -> _WhichOneofReturnType__num_offloaded_blocks | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__num_preemptions_total) -> _WhichOneofReturnType__num_preemptions_total | None: ...
     @_typing.overload
@@ -1051,6 +1137,7 @@ class Instance(_message.Message):
     TIER_CLOSED_FIELD_NUMBER: _builtins.int
     DRAIN_FIELD_NUMBER: _builtins.int
     DATA_PARALLEL_RANK_FIELD_NUMBER: _builtins.int
+    ADAPTERS_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     engine_url: _builtins.str
     """of its OpenAI endpoints, without /v1: http://10.0.0.7:8000"""
@@ -1079,6 +1166,10 @@ class Instance(_message.Message):
     def drain(self) -> Global___Drain:
         """of an instance that drains: when its requests have to leave"""
 
+    @_builtins.property
+    def adapters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """LoRA adapters that the engine lists in /v1/models, by name"""
+
     def __init__(
         self,
         *,
@@ -1097,10 +1188,11 @@ class Instance(_message.Message):
         tier_closed: _builtins.bool = ...,
         drain: Global___Drain | None = ...,
         data_parallel_rank: _builtins.int | None = ...,
+        adapters: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "_tier_tpot_s", b"_tier_tpot_s", "data_parallel_rank", b"data_parallel_rank", "drain", b"drain", "settings", b"settings", "tier_tpot_s", b"tier_tpot_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "_tier_tpot_s", b"_tier_tpot_s", "data_parallel_rank", b"data_parallel_rank", "drain", b"drain", "engine_url", b"engine_url", "engine_version", b"engine_version", "instance_id", b"instance_id", "labels", b"labels", "models", b"models", "profile", b"profile", "role", b"role", "settings", b"settings", "sidecar_address", b"sidecar_address", "state", b"state", "tier", b"tier", "tier_closed", b"tier_closed", "tier_tpot_s", b"tier_tpot_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_data_parallel_rank", b"_data_parallel_rank", "_tier_tpot_s", b"_tier_tpot_s", "adapters", b"adapters", "data_parallel_rank", b"data_parallel_rank", "drain", b"drain", "engine_url", b"engine_url", "engine_version", b"engine_version", "instance_id", b"instance_id", "labels", b"labels", "models", b"models", "profile", b"profile", "role", b"role", "settings", b"settings", "sidecar_address", b"sidecar_address", "state", b"state", "tier", b"tier", "tier_closed", b"tier_closed", "tier_tpot_s", b"tier_tpot_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__data_parallel_rank: _TypeAlias = _typing.Literal["data_parallel_rank"]  # noqa: Y015
     _WhichOneofArgType__data_parallel_rank: _TypeAlias = _typing.Literal["_data_parallel_rank", b"_data_parallel_rank"]  # noqa: Y015
