@@ -17,7 +17,7 @@ from tests.conformance.ours import ONE_SECOND, our_requests
 from tests.conformance.workloads import workload
 
 
-def spec_workload(seed: int, method: str = "", vllm_version: str = "") -> dict[str, Any]:
+def spec_workload(seed: int, vllm_version: str = "", method: str = "") -> dict[str, Any]:
     """Draw one engine with speculative decoding, and its requests; the same seed always gives the same workload."""
     load = workload(seed, vllm_version)
     rng = Random(f"speculation {seed}")

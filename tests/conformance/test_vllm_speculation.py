@@ -36,7 +36,7 @@ def traced() -> Traced:
     if not interpreter().exists():
         pytest.skip(f"no vLLM at {interpreter()}: `make vllm`, or set BLOCK_VLLM_PYTHON")
     runs = int(os.environ.get("BLOCK_SPECULATION_RUNS", RUNS_PER_METHOD))
-    workloads = [spec_workload(seed, method, version()) for method in METHODS for seed in range(runs)]
+    workloads = [spec_workload(seed, version(), method) for method in METHODS for seed in range(runs)]
     return list(zip(workloads, spec_traces(workloads), strict=True))
 
 
