@@ -10,6 +10,8 @@ GRAMMAR_COMPILATION = (
     "the grammar of a structured output is compiled in an estimated time, after which the request arrives"
 )
 UNKNOWN_PREFIXES = "hits in the prefix cache are unknown, and none is counted"
+PARTLY_KNOWN_PREFIXES = "hits in the prefix cache are known in part, because KV events were lost or came too late"
+OFFLOADED_PREFIXES = "blocks on off-loading tiers are counted as hits of their own, and forecast as computed again"
 REBUILT_STATE = "the state of the engine is rebuilt from the traffic through the sidecar"
 ESTIMATED_MEDIA = "the tokens of images or audio are estimated, as their size or the rule of the model is not known"
 OTHER_MEDIA = "images and audio of the requests that are on the engine are not counted by its encoder budget"
@@ -17,6 +19,7 @@ ENCODER_TIME = "the time of the encoder is not known, and counted as 0"
 LEARNT_ADAPTER_TIME = "the time to load the adapter is an estimate from earlier loads"
 UNKNOWN_ADAPTER_TIME = "the time to load the adapter is not known, and counted as 0"
 UNLIMITED_ADAPTERS = "how many adapters a step of the engine may have is not known, and not limited"
+UNKNOWN_RANKS = "the steps of some other data-parallel ranks, which set the pace as well, are unknown"
 
 MAX_APPROXIMATIONS = 16  # of one forecast
 MAX_LENGTH = 256  # characters of one

@@ -165,6 +165,53 @@ def _register(state: State, slot: int, num_full: int) -> None:
 
 
 @kernel
+def share_full(state: State, slot: int, num_tokens: int) -> None:
+    """Register the request's blocks that `num_tokens` tokens fill, as SGLang's radix tree does: each content once.
+
+    A block whose content another block has already is freed, and the request holds the other one instead.
+    """
+    engine, request = state.engine[0], state.requests[slot]
+    if not engine.prefix_caching or engine.plans_only:
+        return
+    num_full = min(num_tokens // engine.block_size, request.num_blocks)
+    for position in range(request.full_blocks, num_full):
+        index = state.tables[slot, position]
+        content = content_of(state, slot, position)
+        if content < 0 or state.cached[content] == NONE:
+            state.blocks[index].content = content
+            if content >= 0:
+                chain_same(state, index, content)
+            continue
+        other = state.cached[content]
+        state.blocks[index].num_refs = 0
+        _prepend_free(state, index)
+        engine.num_free_blocks += 1
+        if state.blocks[other].num_refs == 0:
+            _unchain(state, other)
+            engine.num_free_blocks -= 1
+        state.blocks[other].num_refs += 1
+        state.tables[slot, position] = other
+    request.full_blocks = max(request.full_blocks, num_full)
+
+
+@kernel
+def drop_cached(state: State, num_blocks: int) -> None:
+    """Forget the contents of free blocks until `num_blocks` have none, those that are reused next first."""
+    engine = state.engine[0]
+    if not engine.prefix_caching:
+        return
+    index = engine.free_head
+    for _ in range(num_blocks):
+        if index == NONE:
+            return
+        block = state.blocks[index]
+        if block.content >= 0:
+            _unchain_same(state, index, block.content)
+        block.content = NO_CONTENT
+        index = block.next_free
+
+
+@kernel
 def release(state: State, slot: int) -> int:
     """Free all blocks of a request, the last one first: full blocks are reused last, the others first.
 

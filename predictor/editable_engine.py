@@ -251,6 +251,37 @@ class EditableEngine(Engine):
         if row.status == RUNNING:
             row.prefill_tokens = prompt_tokens
 
+    def num_known_tokens(self, request_id: str) -> int:
+        """Return how many tokens a request has: its prompt, and what it has produced."""
+        row = self._row(request_id)
+        return int(row.prompt_tokens + row.output_tokens)
+
+    def num_computed_tokens(self, request_id: str) -> int:
+        """Return how many tokens of a running request are computed, or in a step under way; 0 where it waits."""
+        row = self._row(request_id)
+        return int(min(row.computed_tokens, row.prompt_tokens + row.output_tokens)) if row.status == RUNNING else 0
+
+    def was_preempted(self, request_id: str) -> bool:
+        """Return whether a request was preempted."""
+        return bool(self._row(request_id).num_preemptions > 0)
+
+    @property
+    def num_preemptions(self) -> int:
+        """Number of preemptions so far."""
+        return int(self.state.engine[0].num_preemptions)
+
+    def can_set_hits(self, request_id: str, num_tokens: int) -> bool:
+        """Return whether a request runs, computes its prompt, and has started with fewer cached tokens."""
+        row = self._row(request_id)
+        before = row.computed_tokens - row.in_flight_tokens
+        return bool(row.status == RUNNING and before < num_tokens < row.prompt_tokens + row.output_tokens)
+
+    def set_hits(self, request_id: str, num_tokens: int) -> None:
+        """Let a running request have found `num_tokens` of its prompt in the cache; no step may be under way."""
+        row = self._row(request_id)
+        row.computed_tokens = row.hit_tokens = num_tokens
+        row.num_blocks = -(-num_tokens // self.config.block_size)
+
     def promote_to_running(self, request_id: str, num_tokens: int) -> None:
         """Let a request run with `num_tokens` produced and all tokens before computed; no step may be under way."""
         state, slot = self.state, self.slots[request_id]
@@ -334,16 +365,10 @@ class EditableEngine(Engine):
         self, records: ShownRecords, lengths: Mapping[str, Length], now_s: float, max_requests: int
     ) -> ReportedState:
         """Return the state for an engine replica; `lengths` has the predicted lengths by request id."""
-        state = self.state
-        head, rows = state.engine[0], state.requests.view(np.ndarray)
-        running = state.running[: head.num_running]
-        waiting = _ring(state.waiting, int(head.waiting_head), int(head.num_waiting))
-        pending = _ring(state.pending, int(head.pending_head), int(head.num_pending))
-        transfers = state.transfers[: head.num_transfers]
-        held = transfers[rows["status"][transfers] == FINISHED]
-        queued = np.concatenate((running, waiting, pending))[: max(0, max_requests - len(held))].astype(np.int64)
+        head, rows = self.state.engine[0], self.state.requests.view(np.ndarray)
+        queued, held = self._shown_slots(max_requests)
         slots = np.concatenate((queued, held))[:max_requests]
-        num, num_running = len(slots), min(len(running), len(queued))
+        num, num_running = len(slots), min(self.num_running, len(queued))
         live, facts = np.zeros(num, records.live), np.zeros(num, records.facts)
         for name in records.live.names or ():
             if name not in OTHER_COLUMNS:
@@ -375,6 +400,21 @@ class EditableEngine(Engine):
             tag_median=median,
             tag_spread=spread,
         )
+
+    def shown_requests(self, max_requests: int) -> list[str]:
+        """Return the ids of the requests that `shown` contains, in its order, without those that have ended."""
+        return [self.id_of(slot) for slot in self._shown_slots(max_requests)[0].tolist()]
+
+    def _shown_slots(self, max_requests: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the slots of the requests that run or wait, and of those that have ended while blocks are held."""
+        state = self.state
+        head, rows = state.engine[0], state.requests.view(np.ndarray)
+        waiting = _ring(state.waiting, int(head.waiting_head), int(head.num_waiting))
+        pending = _ring(state.pending, int(head.pending_head), int(head.num_pending))
+        transfers = state.transfers[: head.num_transfers]
+        held = transfers[rows["status"][transfers] == FINISHED]
+        queued = np.concatenate((state.running[: head.num_running], waiting, pending))
+        return queued[: max(0, max_requests - len(held))].astype(np.int64), held
 
     def _show_transfers(self, live: np.ndarray, slots: np.ndarray, now_s: float) -> None:
         """Write the stages of transfers, and their times so that they end as in the model."""

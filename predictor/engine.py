@@ -133,7 +133,9 @@ class Engine:
         )
         self.state.engine[0].batcher = number_of(config.batcher)
         self.state.engine[0].decode_reserve = self.batcher.decode_reserve
-        self.state.engine[0].orders_queue = self.batcher.orders_queue
+        self.state.engine[0].orders_queue = self.batcher.orders_queue or self.batcher.requeues
+        self.state.engine[0].is_sglang = self.batcher.is_sglang
+        self.state.engine[0].drops_stale |= self.batcher.is_sglang
         options = [self.config.batcher_options[option.name] for option in self.batcher.options]
         self.state.engine[0].options[: len(options)] = options
         if not self.batcher.sorts_arrivals:
@@ -222,7 +224,10 @@ class Engine:
         """Return the response's known or predicted length, and the length at which the engine cuts it."""
         if request.leg == PREFILL:
             return 1, 1
-        room = self.config.max_model_len - request.prompt_tokens
+        if self.batcher.longest_response is not None:
+            room = self.batcher.longest_response(self.config, request.prompt_tokens)
+        else:
+            room = self.config.max_model_len - request.prompt_tokens
         max_tokens = room if request.max_tokens is None else min(request.max_tokens, room)
         length = request.length(produced_tokens, self.residual)
         return (max_tokens if length is None else min(length, max_tokens)), max_tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from predictor.engine import Engine
@@ -16,7 +17,8 @@ class EngineView:
     `clock_rate` is engine seconds per second; `serial` changes with every change of the model; `overdue_s` is by how
     many seconds a step under way exceeds its predicted end; `transit` is the time that requests need to the engine's
     loop and back. `counters` are indicators that do not follow from the model, and `approximations` those of all
-    forecasts from this view.
+    forecasts from this view. `offloaded_hits` returns how many leading blocks of a prompt are on off-loading tiers,
+    behind its prefix hits; None where there are none.
     """
 
     engine: Engine
@@ -29,6 +31,7 @@ class EngineView:
     transit: Transit = NO_TRANSIT
     counters: dict[str, float] = field(default_factory=dict)
     approximations: tuple[str, ...] = ()
+    offloaded_hits: Callable[[Sequence[int]], int] | None = None
 
     @property
     def arrival_s(self) -> float:

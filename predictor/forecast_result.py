@@ -26,6 +26,7 @@ class Forecast:
     any token comes, of requests none of whose tokens were late before; infinite without deadlines.
 
     `unmeasured` is the share of the simulated time in steps whose batches lie outside of what the profile measured.
+    `offloaded_hit_tokens` of the prompt are on an off-loading tier, behind the prefix hits.
     `approximations` are sentences of `predictor.approximations`.
     """
 
@@ -48,6 +49,7 @@ class Forecast:
     least_slack_s: float | None = None
     unmeasured: float = 0.0
     approximations: tuple[str, ...] = ()
+    offloaded_hit_tokens: int = 0
 
 
 def averaged(forecasts: Sequence[Forecast], request_id: str) -> Forecast:

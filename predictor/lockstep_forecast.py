@@ -94,6 +94,7 @@ def simulate_in_group(
     source: State,
     workspace: State,
     slots: np.ndarray,
+    ends: np.ndarray,
     now_s: float,
     delays: bool,
     ready: np.ndarray,
@@ -127,17 +128,21 @@ def simulate_in_group(
         _drive(alone, least_s, first_step, FOREVER, any_number, unwatched)
         ready[forecast.ALONE] = purpose
     after = layer(workspace, source, forecast.WITH_CANDIDATE)
-    for candidate in range(len(slots)):
-        slot = slots[candidate]
+    first = 0
+    for candidate in range(len(ends)):
+        end = ends[candidate]
         copy_into(after, shared)
         if purpose < ready[forecast.SHARED]:
             forecast.stop_counting_on_time(after)
-        after.requests[slot] = source.requests[slot]
-        queues.announce(after, slot)
-        _drive(after, least_s, first_step, FOREVER, any_number, unwatched if delays else slot)
-        forecast.read_result(after, slot, now_s, results[candidate])
+        forecast.announce_all(after, source, slots, first, end)
+        for position in range(first, first + 1 if delays else end):
+            _drive(after, least_s, first_step, FOREVER, any_number, unwatched if delays else slots[position])
+        for position in range(first, end):
+            forecast.read_result(after, slots[position], now_s, results[position])
         if delays:
-            forecast.compare(source, shared, alone, after, slot, results[candidate])
+            forecast.compare(source, shared, alone, after, slots[first], results[first])
+            forecast.count_others_of_group(after, slots, first, end, results[first])
+        first = end
 
 
 record = direct(record_passes)

@@ -67,7 +67,7 @@ def reach_plan(state: State, until_s: float, last_step: int, watched: int) -> bo
         queues.absorb_arrivals(state)
         if is_over(state, watched):
             return False
-        has_room = engine.num_in_flight < engine.pipeline_depth
+        has_room = engine.num_in_flight < engine.pipeline_depth - engine.awaits_step
         if watched == TAIL_OF_QUEUE and has_room and not has_tail_ahead(state):
             return False  # a request at the tail would be in the step that is planned here
         unfinished = engine.num_running + engine.num_waiting
@@ -148,9 +148,12 @@ def num_waiting_for_seats(state: State) -> int:
 
 @kernel
 def send(state: State) -> None:
-    """Launch the planned step, unless it is empty and only an arrival can change that."""
+    """Launch the planned step, unless it is empty and only an arrival, or the end of a step, can change that."""
+    engine = state.engine[0]
     if nothing_will_change(state):
-        state.engine[0].stuck = 1
+        engine.stuck = 1
+    elif engine.is_sglang and engine.num_in_flight > 0 and state.steps[steps.current(state)].num_scheduled == 0:
+        engine.awaits_step = 1
     else:
         steps.launch(state)
 
@@ -439,7 +442,8 @@ def repeat(state: State, num_repeats: int) -> None:
         request.computed_tokens += num_repeats
         request.output_tokens += num_repeats
         blocks.allocate(state, slot, request.computed_tokens)
-        blocks.register_full(state, slot, request.computed_tokens - request.placeholders)
+        if not engine.is_sglang:
+            blocks.register_full(state, slot, request.computed_tokens - request.placeholders)
         num_finished += request.output_tokens >= request.final_tokens
     if num_finished > 0:
         _finish_repeated(state)
@@ -517,6 +521,7 @@ def _finish_repeated(state: State) -> None:
         if state.requests[slot].output_tokens >= state.requests[slot].final_tokens:
             queues.complete(state, slot)
     queues.drop_finished(state, False)
+    queues.forget_when_idle(state)
 
 
 @kernel

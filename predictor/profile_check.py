@@ -8,6 +8,7 @@ from statistics import median
 from predictor.config import EngineConfig
 from predictor.profile import Profile
 
+OTHER_ENGINES = ("sglang", "generic")  # by their local schedulers
 WHAT_TO_DO = "measure this engine (block profile measure), or name another --profile"
 # An 8-bit KV cache holds twice the tokens; no other setting increases the number of blocks of a model and GPU as much.
 MAX_BLOCK_RATIO = 2.5
@@ -16,8 +17,13 @@ JUDGED_STEPS = 48
 
 
 def require_possible(profile: Profile, config: EngineConfig) -> None:
-    """Refuse a profile that was made for another kind of engine; ValueError names the difference and the remedy."""
+    """Refuse a profile that was made for another kind of engine; ValueError names the difference and the remedy.
+
+    Profiles are made of vLLM: the blocks of other engines have other sizes.
+    """
     made_for = profile.engine
+    if config.batcher in OTHER_ENGINES:
+        return
     if made_for.block_size is not None and made_for.block_size != config.block_size:
         raise ValueError(
             f"profile: {profile.name} is for blocks of {made_for.block_size} tokens, this engine has blocks of"

@@ -6,7 +6,16 @@ import numpy as np
 
 from predictor import blocks, encoder_inputs, remote_kv
 from predictor.compiled import kernel, small_kernel
-from predictor.state import DECODE_LEG, FINISHED, PLAIN_LAYOUT, PREFILL_LEG, RUNNING, WAITING, State
+from predictor.state import (
+    DECODE_LEG,
+    FINISHED,
+    MEMORY_SIZE,
+    PLAIN_LAYOUT,
+    PREFILL_LEG,
+    RUNNING,
+    WAITING,
+    State,
+)
 
 # vLLM can preempt forever: of two requests with equal priority and arrival that do not fit together, admission prefers
 # one and preemption the other. An engine model stops after this many preemptions without a token.
@@ -174,6 +183,8 @@ def finish(state: State, slot: int) -> None:
         encoder_inputs.release(state, slot)
     if remote_kv.is_under_way(request.stage):  # blocks are written to until its transfer ends
         return
+    if engine.is_sglang and request.num_blocks > 0:
+        blocks.share_full(state, slot, min(request.computed_tokens, request.prompt_tokens + request.output_tokens))
     if not engine.defers_frees or request.in_flight_tokens == 0:
         blocks.release(state, slot)
 
@@ -211,6 +222,17 @@ def drop_finished(state: State, from_waiting: bool) -> None:
                 take_waiting(state, position)
             else:
                 position += 1
+
+
+@small_kernel
+def forget_when_idle(state: State) -> None:
+    """Reset what SGLang's scheduler remembers where no request is left, nor one that has arrived already."""
+    engine = state.engine[0]
+    if not engine.is_sglang or engine.num_running + engine.num_waiting + engine.num_in_flight > 0:
+        return
+    if next_arrival_s(state) > engine.now_s:
+        for index in range(MEMORY_SIZE):
+            engine.memory[index] = 0.0
 
 
 @kernel

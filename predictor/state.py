@@ -79,6 +79,9 @@ ENGINE = np.dtype(
         ("transfer_pace", "f8"),  # real over predicted duration of transfers
         ("transfer_shared", "i8"),  # transfers that overlap share the link
         ("orders_queue", "i8"),  # the local scheduler orders the waiting requests itself
+        # SGLang: each content has one block, from the end of a prefill on; instead of an empty step the engine waits
+        # for the one in flight; what a preempted request has in flight is lost
+        ("is_sglang", "i8"),
         ("num_speculative_tokens", "i8"),
         ("num_lookahead_tokens", "i8"),  # slots allocated with each step, for the KV of draft tokens
         ("draft_slots", "i8"),  # input tokens that each request in a step uses beside its own
@@ -118,6 +121,7 @@ ENGINE = np.dtype(
         # steps in flight, oldest first
         ("num_in_flight", "i8"),
         ("oldest", "i8"),
+        ("awaits_step", "i8"),  # it plans nothing before the step in flight ends
         # KV blocks; the free ones are a linked list in the order of reuse
         ("num_free_blocks", "i8"),
         ("free_head", "i8"),
@@ -387,7 +391,15 @@ BLOCK_WORDS = BLOCK.itemsize // 8
 NUM_WRITTEN = State._fields.index("facts")  # the loop writes the arrays before this one, and only reads the others
 
 
-def allocate(  # noqa: PLR0915 - one line for each field
+def _set_version_rules(engine: np.record, config: EngineConfig) -> None:
+    """Set the rules in which versions of vLLM differ."""
+    rules = rules_for(config.vllm_version).rules
+    engine.spares_lone_prefill = rules.spares_lone_prefill
+    engine.holding_first = rules.holding_first or not engine.by_priority
+    engine.goes_on_after_self_preemption = rules.goes_on_after_self_preemption and engine.by_priority
+
+
+def allocate(
     config: EngineConfig,
     costs: Costs,
     *,
@@ -439,10 +451,7 @@ def allocate(  # noqa: PLR0915 - one line for each field
     engine.pipeline_depth = config.pipeline_depth
     engine.long_prefill_token_threshold = config.long_prefill_token_threshold
     engine.adaptive_threshold = config.long_prefill_token_threshold_adaptive
-    rules = rules_for(config.vllm_version).rules
-    engine.spares_lone_prefill = rules.spares_lone_prefill
-    engine.holding_first = rules.holding_first or not engine.by_priority
-    engine.goes_on_after_self_preemption = rules.goes_on_after_self_preemption and engine.by_priority
+    _set_version_rules(engine, config)
     engine.watermark_blocks = config.watermark_blocks
     engine.reserve_full_isl = config.scheduler_reserve_full_isl
     engine.estimator_factor = config.estimator_factor
@@ -462,19 +471,8 @@ def allocate(  # noqa: PLR0915 - one line for each field
     engine.next_transfer_s = math.inf
     engine.kv_layout = KV_LAYOUTS.index(config.kv_layout)
     engine.swap_token_s = config.swap_token_s
-    engine.max_loras, engine.max_cpu_loras = config.max_loras, config.num_cpu_loras
-    engine.lora_load_s, engine.lora_activate_s = config.lora_load_s, config.lora_activate_s
-    engine.max_encoder_tokens = config.max_num_encoder_input_tokens
-    engine.whole_encoder_inputs = config.disable_chunked_mm_input
-    engine.encoder_token_s = config.encoder_token_s
-    engine.encoder_free = engine.encoder_reclaimable = config.encoder_cache_size
-    engine.num_speculative_tokens = config.num_speculative_tokens
-    engine.num_lookahead_tokens = config.num_lookahead_tokens
-    engine.draft_slots = config.speculation.draft_slots
-    engine.drops_last_hit = config.speculation.drops_last_hit
-    engine.num_prefill_lookahead_tokens = config.num_prefill_lookahead_tokens
-    engine.draft_step_s = config.draft_step_s
-    expect_drafts(state, config.configured_drafts)
+    _set_speculation(state, config)
+    _set_inputs(state, config)
     engine.free_head, engine.free_tail = (0, tracked_blocks - 1) if tracked else (NONE, NONE)
     state.two_ended_blocks.left = state.two_ended_blocks.right = NONE
     state.blocks.content = NO_CONTENT
@@ -482,6 +480,27 @@ def allocate(  # noqa: PLR0915 - one line for each field
     state.blocks.next_free = np.append(np.arange(1, tracked_blocks), NONE)[:tracked_blocks]
     state.blocks.previous_free = np.arange(-1, tracked_blocks - 1)
     return state
+
+
+def _set_inputs(state: State, config: EngineConfig) -> None:
+    engine = state.engine[0]
+    engine.max_loras, engine.max_cpu_loras = config.max_loras, config.num_cpu_loras
+    engine.lora_load_s, engine.lora_activate_s = config.lora_load_s, config.lora_activate_s
+    engine.max_encoder_tokens = config.max_num_encoder_input_tokens
+    engine.whole_encoder_inputs = config.disable_chunked_mm_input
+    engine.encoder_token_s = config.encoder_token_s
+    engine.encoder_free = engine.encoder_reclaimable = config.encoder_cache_size
+
+
+def _set_speculation(state: State, config: EngineConfig) -> None:
+    engine = state.engine[0]
+    engine.num_speculative_tokens = config.num_speculative_tokens
+    engine.num_lookahead_tokens = config.num_lookahead_tokens
+    engine.draft_slots = config.speculation.draft_slots
+    engine.drops_last_hit = config.speculation.drops_last_hit
+    engine.num_prefill_lookahead_tokens = config.num_prefill_lookahead_tokens
+    engine.draft_step_s = config.draft_step_s
+    expect_drafts(state, config.configured_drafts)
 
 
 def expect_drafts(state: State, drafts: ExpectedDrafts) -> None:

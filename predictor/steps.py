@@ -172,7 +172,7 @@ def add_to_sums(step: np.record, entry: np.record, before: int) -> None:
 
 
 @kernel
-def retire(state: State) -> None:  # noqa: C901 - the order of vLLM's `update_from_output`
+def retire(state: State) -> None:
     """End the oldest step in flight and process its outputs."""
     engine = state.engine[0]
     index = engine.oldest
@@ -182,6 +182,7 @@ def retire(state: State) -> None:  # noqa: C901 - the order of vLLM's `update_fr
     if engine.estimator_momentum > 0:
         estimator.observe(engine, engine.num_steps - engine.num_in_flight, step.pace)
     engine.num_in_flight -= 1
+    engine.awaits_step = 0
     if engine.defers_frees:
         free_deferred(state, index)
     num_finished = 0
@@ -201,10 +202,8 @@ def retire(state: State) -> None:  # noqa: C901 - the order of vLLM's `update_fr
             continue
         engine.fruitless_preemptions = 0
         num_tokens = take_tokens(state, entry, stale)
-        if engine.pipeline_depth > 1 and not stale:
-            request.placeholders -= num_tokens
-            if request.status == RUNNING:
-                blocks.register_full(state, entry.slot, request.computed_tokens - request.placeholders)
+        if not stale:
+            know_tokens(state, entry.slot, num_tokens)
         if request.output_tokens >= request.final_tokens:
             from_waiting = from_waiting or request.status == WAITING
             queues.complete(state, entry.slot)
@@ -213,6 +212,26 @@ def retire(state: State) -> None:  # noqa: C901 - the order of vLLM's `update_fr
             propose(state, entry)
     if num_finished > 0:
         queues.drop_finished(state, from_waiting)
+    queues.forget_when_idle(state)
+
+
+@small_kernel
+def know_tokens(state: State, slot: int, num_tokens: int) -> None:
+    """Count the tokens that a request has just got as known, and register for prefix hits the blocks known by them.
+
+    SGLang registers a prompt at the end of its prefill, and the rest at the end of the request; vLLM does it before the
+    step, where it plans none ahead.
+    """
+    engine, request = state.engine[0], state.requests[slot]
+    if engine.pipeline_depth > 1:
+        request.placeholders -= num_tokens
+    if request.status != RUNNING:
+        return
+    if engine.is_sglang:
+        if request.prompt_tokens + request.output_tokens == request.prefill_tokens + 1:
+            blocks.share_full(state, slot, request.prefill_tokens)
+    elif engine.pipeline_depth > 1:
+        blocks.register_full(state, slot, request.computed_tokens - request.placeholders)
 
 
 @small_kernel
@@ -303,3 +322,4 @@ def abort(state: State, slot: int) -> None:
     queues.finish(state, slot)
     queues.drop_finished(state, status == WAITING)
     state.engine[0].steady = state.engine[0].stuck = 0
+    queues.forget_when_idle(state)

@@ -12,6 +12,7 @@ from itertools import accumulate
 
 Release = tuple[int, int]  # such as (0, 32)
 
+SPECULATION: tuple[Release, ...] = ((0, 30), (0, 31), (0, 32))  # releases whose speculative decoding is modelled
 DEFAULT: Release = (0, 32)  # of engines whose version is not known: the newest whose CPU build is tested
 _RELEASE = re.compile(r"v?(\d{1,4})\.(\d{1,4})(?![\d])")
 
@@ -77,3 +78,14 @@ def rules_for(version: str) -> ChosenRules:
     before = [known for known in RULES if known < release]
     nearest = max(before) if before else min(RULES)
     return ChosenRules(RULES[nearest], nearest, is_exact=False)
+
+
+def approximations_of(version: str, *, speculates: bool) -> tuple[str, ...]:
+    """Return what forecasts of an engine of this version approximate: nothing where all its rules are known."""
+    chosen, named = rules_for(version), []
+    if not chosen.is_exact:
+        major, minor = release_of(version)
+        named.append(f"vLLM {major}.{minor} is not known, and is forecast by the rules of {chosen.name}")
+    if speculates and chosen.release not in SPECULATION:
+        named.append(f"speculative decoding of vLLM {chosen.name} is forecast by the rules of 0.32")
+    return tuple(named)

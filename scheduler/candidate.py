@@ -156,6 +156,7 @@ FORECAST_FIELDS: Mapping[str, Callable[[Any], Any]] = {
     "gain_before": attrgetter("gain_before"),
     "gain_after": attrgetter("gain_after"),
     "least_slack_s": attrgetter("least_slack_s"),
+    "offloaded_hit_tokens": attrgetter("offloaded_hit_tokens"),
     "predicted_unmeasured": attrgetter("unmeasured"),
 }
 UNKNOWN = SimpleNamespace(**dict.fromkeys((one.name for one in fields(Forecast)), None))

@@ -92,6 +92,7 @@ REPORTED = (
     _reported("num_adapters", "adapters", "LoRA, in GPU memory", 0.0),
     _reported("max_loras", "adapters", "LoRA, in GPU memory at most; 0 where the engine serves none", 0.0),
     _reported("num_held_blocks", "blocks", "of finished prefill legs, held until they are fetched", 0.0),
+    _reported("num_offloaded_blocks", "blocks", "on off-loading tiers of the KV cache, known from KV events", 0.0),
     _reported(
         "decode_step_s", "s", "predicted duration of a step that decodes all requests there, reserved ones too", 0.0
     ),
@@ -182,6 +183,9 @@ OTHERS = (
     _forecast("gain_before", "gain", "weights of tokens that come by their deadlines there, in sum, without this one"),
     _forecast("gain_after", "gain", "the same with this request"),
     _forecast("least_slack_s", "s", "to its deadline at which a token comes there, at least; of requests not late yet"),
+    _forecast(
+        "offloaded_hit_tokens", "tokens", "of this request's prompt on off-loading tiers, behind the prefix hits"
+    ),
     _forecast("predicted_unmeasured", "ratio", "of the forecast's time in batches outside of the profile's range"),
 )
 

@@ -39,6 +39,7 @@ PARTS = {
     "rpc": "Every gRPC server",
     "security": "Every server: TLS, keys, roles, audit log",
     "http": "Every HTTP server: gateways, mirrors' proxies, metrics ports",
+    "kv_events": "KV events, in sidecars that mirror an engine and wherever the list of instances names them",
     "emulator": "Emulated engine",
 }
 

@@ -13,8 +13,10 @@ from typing import Any
 
 from predictor.lengths import Tag
 from predictor.request import RequestFacts
+from predictor.request_group import PromptFacts, group_of, members_of
 from protos.block.v1 import common_pb2
 from services.rpc.json_form import message_from
+from services.rpc.request_groups import num_responses_of
 from simulator.progress import followed
 
 EVENTS = ("decision", "outcome")
@@ -71,16 +73,18 @@ def placements_in(path: str) -> Iterator[tuple[common_pb2.Request, common_pb2.De
 def requests_in(path: str, *, block_size: int | None = None) -> list[RequestFacts]:
     """Return the requests of a recording by arrival, with their tags, and with their lengths where they completed.
 
-    A request with several decisions counts once. Arrivals are relative to the first one. Prefixes are kept where their
-    blocks have `block_size` tokens, if that is given.
+    A request with several decisions counts once, and one with several responses as the requests that engines make of
+    it, with their mean length. Arrivals are relative to the first one. Prefixes are kept where their blocks have
+    `block_size` tokens, if that is given.
     """
     requests, decisions, outcomes = _recorded(path)
     arrived = {name: decisions[name][0].decided_unix_s - request.waited_s for name, request in requests.items()}
     lengths = {name: outcome.output_tokens for name, outcome in outcomes.items() if outcome.finish_reason in COMPLETED}
     first_s = min(arrived.values(), default=0.0)
     facts = [
-        _request(request, arrived[name] - first_s, lengths.get(name) or None, block_size)
+        member
         for name, request in requests.items()
+        for member in _members(request, arrived[name] - first_s, lengths.get(name) or None, block_size)
     ]
     return sorted(facts, key=lambda one: one.arrival_s)
 
@@ -131,6 +135,23 @@ def _request(
         priority=message.priority,
         prefix_hashes=tuple(bytes(one).hex() for one in message.prefix_hashes) if has_names else (),
     )
+
+
+def _members(
+    message: common_pb2.Request, arrival_s: float, output_tokens: int | None, block_size: int | None
+) -> tuple[RequestFacts, ...]:
+    """Return the engine's requests for a recorded one."""
+    num = num_responses_of(message)
+    if num == 1:
+        return (_request(message, arrival_s, output_tokens, block_size),)
+    each = None if output_tokens is None else max(1, round(output_tokens / num))
+    group = group_of(
+        _request(message, arrival_s, each, block_size),
+        num_sequences=message.num_sequences or 1,
+        prompts=[PromptFacts(tokens=max(1, prompt.prompt_tokens)) for prompt in message.prompts],
+        block_size=block_size or 0,
+    )
+    return members_of(group)
 
 
 def _lines(path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -18,6 +18,7 @@ from scheduler.objectives import NO_OBJECTIVES, Objectives
 from services.drains import Drain, drain_from_table
 from services.http.client import origin_of
 from services.kubernetes.settings import KUBERNETES, KubernetesSettings
+from services.kv_events.settings import require_endpoint
 from services.logs import log_event
 from services.security.certificates import engine_access
 from services.settings import Nested, Option
@@ -29,7 +30,7 @@ log = logging.getLogger(__name__)
 LONGEST_ID = 256
 STATES = READY, DRAINING = "ready", "draining"
 BY_HTTP = "http"  # the value of --instances-from for those that are registered by HTTP alone
-FLAG_SETTINGS = ("role=", "tier=", "rank=")
+FLAG_SETTINGS = ("role=", "tier=", "rank=", "kv_events=", "kv_events_replay=")
 MAX_RANK = 65535
 
 Instances = tuple["Instance", ...]
@@ -49,6 +50,8 @@ class Instance:
     tier_tpot_s: float = math.inf  # the bound of its tier
     tier_closed: bool = False  # it takes only requests of its tier
     drain: Drain | None = None  # when its requests have to leave, while it drains
+    kv_events: str = ""  # where its engine publishes KV events, if schedulers shall follow them
+    kv_events_replay: str = ""  # where it repeats them
     data_parallel_rank: int | None = None  # of an engine that serves several ranks at one URL
 
     def __post_init__(self) -> None:
@@ -71,11 +74,19 @@ class Instance:
             raise ValueError(f"tier_tpot_s: must be a time above 0, not {self.tier_tpot_s!r}")
         if not isinstance(self.tier_closed, bool):
             raise ValueError(f"tier_closed: must be true or false, not {self.tier_closed!r}")
+        self._check_events()
         if self.drain is not None and self.state != DRAINING:
             raise ValueError("drain: needs the state draining")
         rank = self.data_parallel_rank
         if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank <= MAX_RANK):
             raise ValueError(f"data_parallel_rank: must be a whole number from 0 to {MAX_RANK}, not {rank!r}")
+
+    def _check_events(self) -> None:
+        for name in ("kv_events", "kv_events_replay"):
+            if endpoint := getattr(self, name):
+                require_endpoint(name, endpoint)
+        if self.kv_events_replay and not self.kv_events:
+            raise ValueError("kv_events_replay: goes with kv_events only")
 
 
 FIELDS = tuple(spec.name for spec in fields(Instance))
@@ -90,7 +101,7 @@ def require_address(field: str, address: str) -> None:
 
 
 def instance_from_flag(text: str) -> Instance:
-    """Parse ID=ENGINE_URL,SIDECAR_ADDRESS, with models, role=ROLE, tier=TIER and rank=RANK after further commas."""
+    """Parse ID=ENGINE_URL,SIDECAR_ADDRESS, with models and settings (role=ROLE, tier=TIER, …) after further commas."""
     instance_id, equals, rest = text.partition("=")
     parts = [part.strip() for part in rest.split(",")]
     if not equals or len(parts) < 2:
@@ -104,6 +115,8 @@ def instance_from_flag(text: str) -> Instance:
             models=tuple(part for part in parts[2:] if not part.startswith(FLAG_SETTINGS)),
             role=role_named(settings.get("role", BOTH)),
             tier=settings.get("tier", ""),
+            kv_events=settings.get("kv_events", ""),
+            kv_events_replay=settings.get("kv_events_replay", ""),
             data_parallel_rank=_rank_named(settings["rank"]) if "rank" in settings else None,
         )
     except ValueError as error:
@@ -152,7 +165,7 @@ def instance_from_table(table: Any) -> Instance:
     models = table.get("models", [])
     if not isinstance(models, list) or not all(isinstance(model, str) for model in models):
         raise ValueError("models: must be a list of strings")
-    for name in (*REQUIRED, "state", "role", "tier"):
+    for name in (*REQUIRED, "state", "role", "tier", "kv_events", "kv_events_replay"):
         if not isinstance(table.get(name, ""), str):
             raise ValueError(f"{name}: must be a string, not {table[name]!r}")
     read: dict[str, Any] = {"models": tuple(models), "role": role_named(table.get("role", BOTH))}

@@ -51,7 +51,13 @@ BENT = replace(
     mixed_overlap=Grid(x=(1.0, 8.0), y=(2.0, 9.0), z=((0.9, 0.4), (0.3, 0.1))),
 )
 
-CHUNKING = {"vllm_v1": (True, False), "vllm_v0": (True, False), "sarathi": (True,)}
+CHUNKING = {
+    "vllm_v1": (True, False),
+    "sglang": (True, False),
+    "vllm_v0": (True, False),
+    "sarathi": (True,),
+    "generic": (True,),
+}
 ORDERED = tuple(name for name, batcher in BATCHERS.items() if batcher.orders_queue)
 PLANNED = tuple(name for name, batcher in BATCHERS.items() if batcher.plans)
 # Values of their options that make a difference.
@@ -70,9 +76,19 @@ OPTIONS = {
     "age_limit": (0.0, 0.5, 2.0, 8.0),
     "age_share": (0.1, 0.5, 1.0),
     "base_batch_size": (1.0, 2.0, 4.0, 128.0),
+    "prefill_first": (0.0, 1.0),
+    "schedule_conservativeness": (0.1, 1.0, 1.0, 2.0),
+    "longest_prefix_match": (0.0, 1.0),
+    "max_prefill_tokens": (1.0, 8.0, 64.0, 16384.0),
+    "mixed_chunk": (0.0, 0.0, 1.0),
+    "init_new_token_ratio": (0.0, 0.0, 0.7),
+    "min_new_token_ratio_factor": (0.14, 0.14, 1.0),
+    "new_token_ratio_decay_steps": (3.0, 600.0),
+    "retract_decode_steps": (0.0, 2.0, 20.0),
+    "clip_max_new_tokens": (1.0, 4.0, 4096.0),
 }
 KEEPS_WATERMARK = ("vllm_v0", "vllm_fcfs", "sarathi")
-ONLY_FCFS = ("vllm_fcfs",)
+ONLY_FCFS = ("vllm_fcfs", "sglang", "generic")
 RESERVES = ("orca", "faster_transformer")
 
 
@@ -210,6 +226,8 @@ def loads(
     largest = max(-(-_most_tokens(engine, request) // size) for request in requests)
     slack = draw(st.sampled_from((0, 0, 1, 2, 3, largest, 4 * largest)))
     num_blocks = max(2, largest + slack + BATCHERS[batcher].null_blocks)
+    if batcher == "sglang":  # it reserves a page for each request, and one token
+        num_blocks += 2
     if batcher in KEEPS_WATERMARK:
         while num_blocks - int(engine["watermark"] * num_blocks) < largest + ending:
             num_blocks += 1
@@ -258,6 +276,14 @@ def engines(
             and (draw(st.booleans()) if is_async is None else is_async),
             long_prefill_token_threshold=draw(st.sampled_from((0, 0, 1, 3, block_size, max_model_len))),
             scheduler_reserve_full_isl=draw(st.booleans()),
+        )
+    if batcher == "sglang":
+        budget = config.max_num_batched_tokens
+        config = replace(
+            config,
+            enable_prefix_caching=draw(st.booleans()),
+            async_scheduling=draw(st.booleans()) if is_async is None else is_async,
+            max_num_batched_tokens=-(-budget // block_size) * block_size,
         )
     if batcher == "vllm_v1":
         config = replace(

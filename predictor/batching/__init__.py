@@ -18,11 +18,13 @@ from predictor.batching import (
     edf,
     fair_batching,
     faster_transformer,
+    generic,
     lightllm,
     orca,
     sarathi,
     sarathi_fcfs,
     sarathi_priority,
+    sglang,
     sjf,
     slide_batching,
     vllm_limits,
@@ -62,6 +64,8 @@ class Batcher:
     null_blocks: int = 0  # KV blocks that the engine keeps for itself
     sorts_arrivals: bool = True  # with priorities, the waiting queue is always sorted by them
     orders_queue: bool = False  # it orders the waiting requests itself, and may read all of them
+    requeues: bool = False  # a preempted request goes to the end of the queue
+    is_sglang: bool = False  # the engine around it behaves as SGLang: see `is_sglang` of the engine's state
     fetches: bool = False  # it serves decode legs, whose KV blocks are fetched
     speculates: bool = False  # it schedules draft tokens
     plans: bool = False  # a real vLLM can carry its plans out
@@ -74,6 +78,7 @@ class Batcher:
     decode_reserve: int = 0  # blocks that must be free before each decode
     defaults: Mapping[str, bool | float | str] = field(default_factory=dict)
     fixed: Mapping[str, bool | float | str] = field(default_factory=dict)
+    longest_response: Callable[[EngineConfig, int], int] | None = None  # by prompt tokens; None: max_model_len decides
     check: Callable[[EngineConfig], None] | None = None  # refuses a configuration with which the engine does not start
 
 
@@ -169,6 +174,42 @@ BATCHERS = {
     "faster_transformer": Batcher(
         schedule=faster_transformer.schedule,
         fixed={**NO_CACHE, "enable_chunked_prefill": False, "watermark": 0.0},
+    ),
+    "sglang": Batcher(
+        schedule=sglang.schedule,
+        requeues=True,
+        is_sglang=True,
+        sorts_arrivals=False,
+        defaults={"enable_prefix_caching": True, "enable_chunked_prefill": True, "async_scheduling": True},
+        fixed={"watermark": 0.0, "scheduling_policy": "fcfs"},
+        options=(
+            BatcherOption(
+                "schedule_conservativeness", 1.0, "Factor of what is reserved for the rest of running responses."
+            ),
+            _switch("longest_prefix_match", 0.0, "1: SGLang's schedule_policy lpm, 0: fcfs."),
+            BatcherOption(
+                "max_prefill_tokens",
+                16384.0,
+                "Tokens of a prefill after which no further request is admitted; max_num_batched_tokens is SGLang's "
+                "chunked_prefill_size, or without chunked prefill its max_prefill_tokens.",
+                minimum=1.0,
+            ),
+            _switch("mixed_chunk", 0.0, "1: SGLang's enable_mixed_chunk, decodes in the same step as prefills."),
+            BatcherOption("init_new_token_ratio", 0.7, "Share of the rest of a response that is reserved at first."),
+            BatcherOption("min_new_token_ratio_factor", 0.14, "Part of that share to which it decays.", maximum=1.0),
+            BatcherOption("new_token_ratio_decay_steps", 600.0, "Decodes in which it decays.", minimum=1.0),
+            BatcherOption("retract_decode_steps", 20.0, "Decodes for which a retraction makes room."),
+            BatcherOption(
+                "clip_max_new_tokens", 4096.0, "Most tokens of a response for which room is reserved.", minimum=1.0
+            ),
+        ),
+        longest_response=sglang.longest_response,
+        check=sglang.check,
+    ),
+    "generic": Batcher(
+        schedule=generic.schedule,
+        fixed={**NO_CACHE, "enable_chunked_prefill": True, "watermark": 0.0, "scheduling_policy": "fcfs"},
+        options=(_switch("prefill_first", 0.0, "1: prefills interrupt decodes, 0: both share steps."),),
     ),
     "edf": _ordered(edf.schedule, _eta(0.0), FROM_FIRST_TOKEN),
     "sjf": _ordered(sjf.schedule, _eta(0.0)),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from predictor.config import EngineConfig
 from predictor.engine_view import EndedRequest
@@ -24,6 +26,8 @@ class RequestArrived:
     priority: int = 0
     streamed: bool = False
     leg: str = SERVE  # as far as the request says
+    token_ids: tuple[int, ...] = ()  # of the prompt, where the client sent them
+    cached_at: int | None = None  # the moment of the index of cached blocks
     prompt: int = 0  # the number of its prompt, where the client's request has several
     sequence: int = 0  # the number of its response to that prompt
     model: str = ""  # that it names; a LoRA adapter has its own name
@@ -31,10 +35,11 @@ class RequestArrived:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptCounted:
-    """The real prompt length of a request became known."""
+    """The real prompt length of a request became known, and its tokens where they matter."""
 
     name: str
     prompt_tokens: int
+    token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +90,15 @@ class ModelLengthRead:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EngineIdentified:
+    """The engine's kind became known, with the settings that it reports, and what forecasts approximate with them."""
+
+    kind: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    approximations: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class VersionRead:
     """The version of vLLM that the engine runs became known."""
 
@@ -100,15 +114,18 @@ MirrorEvent = (
     | ModelLengthRead
     | VersionRead
     | AdaptersRead
+    | EngineIdentified
 )
-SETTINGS_EVENTS = (MetricsScraped, ModelLengthRead, VersionRead)  # these may have to be applied before any request
+# these may have to be applied before any request
+SETTINGS_EVENTS = (EngineIdentified, MetricsScraped, ModelLengthRead, VersionRead)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MirrorStarted:
-    """The mirror made a model of an idle engine with these settings."""
+    """The mirror made a model of the engine with these settings; an update has other ones, or other step times."""
 
     config: EngineConfig
+    is_update: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from predictor.approximations import REBUILT_STATE, UNKNOWN_PREFIXES
-from predictor.batching import batcher_named
+from predictor.approximations import REBUILT_STATE
 from predictor.config import FETCHING_ROLES, EngineConfig
-from predictor.editable_engine import ShownRecords
-from predictor.engine_replica import EngineReplica
 from predictor.engine_view import EndedRequest, EngineView
-from predictor.forecast import Forecaster
 from predictor.indicators import EngineCounters
+from predictor.kv_events.stream import KvEventStream
+from predictor.mirror.engine_kinds import VLLM
 from predictor.mirror.events import (
     SETTINGS_EVENTS,
     AdaptersRead,
+    EngineIdentified,
     EngineRestarted,
     MetricsScraped,
     MirrorEvent,
@@ -32,21 +30,18 @@ from predictor.mirror.events import (
     UnknownRequestsChanged,
     VersionRead,
 )
+from predictor.mirror.known_settings import KnownSettings
+from predictor.mirror.models import EngineModels, MirrorOptions
 from predictor.mirror.scraped_metrics import ScrapedMetrics
-from predictor.mirror.token_reconciliation import TokenReconciliation
 from predictor.mirror.tracker import Tracker
-from predictor.mirror.unknown_requests import UnknownRequests
-from predictor.profile import Profile
-from predictor.profile_check import require_possible
 from predictor.request import DECODE, SERVE, RequestFacts
 from predictor.request_group import Placeable
 from predictor.reserved_requests import Length, ReportedLengths, ReservedRequests
 from predictor.snapshot import Snapshot
-from predictor.speculation import AcceptanceLearner, approximations_of
+from predictor.speculation import approximations_of
+from predictor.vllm_versions import approximations_of as approximations_of_version
 
 MAX_EVENTS = 1 << 20  # that wait for the next view
-SKEW_S = 0.01  # between the tokens and the metrics of a moment: they come by different connections
-DEFAULT_BATCHER = EngineConfig().batcher
 SILENT_S = 1.0  # after which a request whose tokens are overdue is assumed to wait
 SURPLUS_SCRAPES = 8  # in a row that count fewer requests than are known: the most silent ones have left the engine
 
@@ -57,32 +52,6 @@ class NoModelError(Exception):
 
 class InconsistentModelError(NoModelError):
     """The engine model became inconsistent and was discarded; the next view starts with an idle engine."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MirrorOptions:
-    """How to mirror an engine; `engine` are settings that override those of the engine and of the profile."""
-
-    profile: Profile
-    records: ShownRecords
-    engine: Mapping[str, int | float | bool | str | None]
-    residual: str
-    speed: float  # engine seconds per second
-    forget_s: float  # without progress for so long, an idle engine's pace is forgotten
-    max_requests: int
-
-
-@dataclass(slots=True, kw_only=True)
-class EngineModels:
-    """The models of one engine process: the tracker's follows the engine, the twin's makes forecasts."""
-
-    config: EngineConfig
-    tracker: Tracker
-    twin: EngineReplica
-    forecaster: Forecaster
-    unknown: UnknownRequests
-    reconciliation: TokenReconciliation
-    drafts: AcceptanceLearner
 
 
 @dataclass(slots=True, kw_only=True)
@@ -101,18 +70,28 @@ class EngineMirror:
     in a thread; `view` applies all events.
     """
 
-    def __init__(self, options: MirrorOptions, lengths: ReportedLengths, now_s: float) -> None:
-        """Start without a model; `lengths` are those that schedulers reported for requests."""
+    def __init__(
+        self,
+        options: MirrorOptions,
+        lengths: ReportedLengths,
+        now_s: float,
+        kv_events: KvEventStream | None = None,
+    ) -> None:
+        """Start without a model; `lengths` are those that schedulers reported for requests.
+
+        With `kv_events`, another part of the process lets them follow the engine's prefix cache.
+        """
         self._options = options
         self._lengths = lengths
+        self._kv_events = kv_events
         self._origin_s = now_s
         self._serial = 0  # of views
         self._events: deque[tuple[float, MirrorEvent]] = deque(maxlen=MAX_EVENTS)
         self._reports: list[MirrorReport] = []
         self._models: EngineModels | None = None
         self._view: EngineView | None = None
-        self._engine_settings: dict[str, int | bool | str] = {}  # that the engine reported
         self._adapters: frozenset[str] = frozenset()  # that the engine lists
+        self._settings = KnownSettings(options.profile, options.engine, options.engine_kind, now_s)
         self._metrics: ScrapedMetrics | None = None
         self._num_surplus_scrapes = 0
         self._in_flight: dict[str, InFlightRequest] = {}
@@ -124,6 +103,8 @@ class EngineMirror:
 
     def record(self, event: MirrorEvent, at_s: float) -> None:
         """Keep an event for the next view."""
+        if self._kv_events is not None and isinstance(event, RequestArrived):
+            event = replace(event, cached_at=self._kv_events.index.moment())
         self._events.append((at_s, event))
 
     def take_reports(self) -> list[MirrorReport]:
@@ -134,17 +115,12 @@ class EngineMirror:
     def view(self, at_s: float) -> EngineView:
         """Apply all events until `at_s` and return the engine's state then; NoModelError where there is none."""
         try:
-            models = self._apply_events(at_s)
+            models = self._relearnt(self._apply_events(at_s), at_s)
             now_s = self._engine_s(at_s)
             models.tracker.advance(now_s)
             if not models.tracker.requests and at_s - self._last_progress_s > self._options.forget_s:
                 models.tracker.reset_pace()
-            models.twin.engine.set_pace(models.tracker.correction.factor)
-            models.twin.update(
-                models.tracker.engine.shown(
-                    self._options.records, self._predicted_lengths(models), now_s, models.twin.num_slots
-                )
-            )
+            models.update_twin(self._options, self._predicted_lengths(models), self._reserved, now_s)
         except ValueError as error:
             self._models = self._view = None
             raise InconsistentModelError(str(error)) from None
@@ -160,6 +136,7 @@ class EngineMirror:
             transit=replace(self._options.profile.transit, outward_s=0.0),  # a step ends when its tokens are received
             counters=self._counter_values(models),
             approximations=self._approximations(models),
+            offloaded_hits=None if models.blocks is None else models.blocks.offloaded_hits,
         )
         return self._view
 
@@ -212,29 +189,25 @@ class EngineMirror:
             case RequestArrived():
                 self._apply_arrival(event, at_s)
             case PromptCounted():
-                if (tracker := self._tracker_of(event.name)) is not None:
-                    tracker.correct_prompt(event.name, event.prompt_tokens)
+                if (learning := self._settings.estimator) is not None:
+                    learning.correct_prompt(event.name, event.prompt_tokens)
+                self._apply_count(event)
             case TokensReceived():
                 self._apply_tokens(event, at_s)
             case RequestEnded():
                 self._apply_end(event, at_s)
-            case ModelLengthRead():
-                if self._engine_settings.get("max_model_len") != event.max_model_len:
-                    self._engine_settings["max_model_len"] = event.max_model_len
-                    self._discard_outdated_models()
             case AdaptersRead():
                 self._adapters = event.adapters
-            case VersionRead():
-                if self._engine_settings.get("vllm_version") != event.version:
-                    self._engine_settings["vllm_version"] = event.version
-                    self._discard_outdated_models()
+            case ModelLengthRead() | VersionRead() | EngineIdentified():
+                self._settings.take(event)
+                self._discard_outdated_models()
             case MetricsScraped():
                 self._apply_metrics(event.metrics, at_s)
 
     def _apply_arrival(self, arrival: RequestArrived, at_s: float) -> None:
         assert self._models is not None
         config, tracker, now_s = self._models.config, self._models.tracker, self._engine_s(at_s)
-        room = min(config.max_model_len, tracker.engine.num_blocks * config.block_size) - arrival.prompt_tokens
+        room = self._room(self._models, arrival)
         engine = self._models.twin.engine
         if self._reserved.show(arrival.request_id, arrival.prompt, arrival.sequence, engine, at_s):
             self._reports.append(RequestShown(request_id=arrival.request_id))
@@ -243,33 +216,42 @@ class EngineMirror:
         if not tracker.requests:
             self._last_progress_s = at_s
         self._last_event_s = at_s
+        if (learning := self._settings.estimator) is not None:
+            learning.arrive(arrival.name, arrival.prompt_tokens, now_s)
         if room < 1 or len(tracker.requests) >= self._options.max_requests:
             return  # the engine will refuse it, or it counts among the unknown ones
         self._in_flight[arrival.name] = InFlightRequest(arrival=arrival, arrived_s=at_s)
-        request = RequestFacts(
-            request_id=arrival.name,
-            prompt_tokens=arrival.prompt_tokens,
-            max_tokens=max(1, min(room, arrival.max_tokens or room)),
-            priority=arrival.priority,
-            arrival_s=now_s,
-            adapter=arrival.model if arrival.model in self._adapters else "",
-            # the metrics show how many blocks are held after a prefill leg
-            leg=DECODE if arrival.leg == DECODE and config.kv_role in FETCHING_ROLES else SERVE,
-        )
-        tracker.add(request, streamed=arrival.streamed)
+        if (blocks := self._models.blocks) is not None:
+            blocks.arrive(arrival.name, blocks.moment() if arrival.cached_at is None else arrival.cached_at)
+            blocks.read_prompt(arrival.name, arrival.token_ids, config.block_size)
+        tracker.add(_facts_of(arrival, config, room, now_s, self._adapters), streamed=arrival.streamed)
+
+    def _apply_count(self, event: PromptCounted) -> None:
+        if self._models is None or (tracker := self._tracker_of(event.name)) is None:
+            return
+        tracker.correct_prompt(event.name, event.prompt_tokens)
+        if (blocks := self._models.blocks) is not None and event.token_ids:
+            blocks.read_prompt(event.name, event.token_ids, self._models.config.block_size)
+            if tracker.engine.is_running(event.name):
+                tracker.set_hits(event.name, blocks.hit_tokens(event.name, tracker.engine))
 
     def _apply_tokens(self, event: TokensReceived, at_s: float) -> None:
         if (request := self._in_flight.get(event.name)) is not None and request.first_token_s is None:
             request.first_token_s = at_s
         self._last_event_s = self._last_progress_s = at_s
+        if (learning := self._settings.estimator) is not None:
+            learning.receive(event.name, event.num_tokens, self._engine_s(at_s))
         if (tracker := self._tracker_of(event.name)) is not None:
             tracker.receive(event.name, event.num_tokens, self._engine_s(at_s), exact=event.exact)
 
     def _apply_end(self, event: RequestEnded, at_s: float) -> None:
         self._last_event_s = at_s
         request, tracker = self._in_flight.pop(event.name, None), self._tracker_of(event.name)
+        if (learning := self._settings.estimator) is not None:
+            learning.end(event.name, event.num_tokens, self._engine_s(at_s), completed=event.completed)
         if tracker is not None:
             now_s = self._engine_s(at_s)
+            self._return_blocks(event, tracker)
             if event.completed and event.num_tokens > 0:
                 self._last_progress_s = at_s
                 tracker.receive(event.name, event.num_tokens, now_s, ended=True, exact=event.exact)
@@ -288,10 +270,17 @@ class EngineMirror:
                 )
             )
 
+    def _return_blocks(self, event: RequestEnded, tracker: Tracker) -> None:
+        """Note that the blocks of a request that has ended are free, and were used now."""
+        models = self._models
+        if models is not None and models.blocks is not None:
+            num_tokens = tracker.engine.num_known_tokens(event.name) - tracker.engine.output_tokens(event.name)
+            models.blocks.end(event.name, max(0, num_tokens + event.num_tokens - 1) // models.config.block_size)
+
     def _apply_metrics(self, metrics: ScrapedMetrics, at_s: float) -> None:
         self._last_event_s = at_s
         before, self._metrics = self._metrics, metrics
-        self._engine_settings.update(metrics.settings)
+        self._settings.reported.update(metrics.settings)
         if before is not None and metrics.shows_restart_since(before):
             self._reports.append(EngineRestarted(num_requests=len(self._in_flight)))
             self._models = None
@@ -304,8 +293,9 @@ class EngineMirror:
         if metrics.drafts is not None and models.drafts.observe(metrics.drafts):
             models.tracker.engine.expect_drafts(models.drafts.expected)
             models.twin.engine.expect_drafts(models.drafts.expected)
-        models.reconciliation.reconcile(metrics, now_s)
-        self._correct_requests(models, metrics, now_s)
+        if before is None or not metrics.repeats(before):
+            models.reconciliation.reconcile(metrics, now_s)
+            self._correct_requests(models, metrics, now_s)
         self._counters.update(
             {
                 "prefix_queries": metrics.prefix_queries or 0,
@@ -349,45 +339,58 @@ class EngineMirror:
 
     # The models.
 
-    def _config(self) -> EngineConfig:
-        suggested = self._options.profile.suggested_settings
-        config = {**suggested, **self._engine_settings, **self._options.engine}
-        if not batcher_named(config.get("batcher", DEFAULT_BATCHER)).has_inputs:
-            config.pop("max_loras", None)  # it may have adapters, whose limits this local scheduler ignores
-        return EngineConfig(**config)
+    def _relearnt(self, models: EngineModels, at_s: float) -> EngineModels:
+        """Return the models; made again, with the present requests, where learnt step times have changed much."""
+        if not self._settings.relearn(at_s):
+            return models
+        in_flight, before = dict(self._in_flight), models.tracker.requests
+        received = {name: before[name].num_received for name in in_flight if name in before}
+        self._models = None
+        models, now_s = self._start(is_update=True), self._engine_s(at_s)
+        self._in_flight.update(in_flight)
+        for name, num_tokens in received.items():
+            arrival = in_flight[name].arrival
+            room = self._room(models, arrival)
+            if room < 1:
+                continue
+            models.tracker.add(
+                _facts_of(arrival, models.config, room, now_s, self._adapters), streamed=arrival.streamed
+            )
+            if num_tokens:
+                models.tracker.set_running(name, num_tokens)
+                models.tracker.requests[name].num_received = num_tokens
+        return models
+
+    @staticmethod
+    def _room(models: EngineModels, arrival: RequestArrived) -> int:
+        """Return how many tokens the response to a request can have."""
+        config = models.config
+        return min(config.max_model_len, models.tracker.engine.num_blocks * config.block_size) - arrival.prompt_tokens
 
     def _discard_outdated_models(self) -> None:
         """Discard the models if the engine's settings have changed."""
-        if self._models is not None and self._models.config != self._config():
+        if self._models is not None and self._models.config != self._settings.config():
             self._models = None
 
-    def _start(self) -> EngineModels:
+    def _start(self, *, is_update: bool = False) -> EngineModels:
         """Make the models of an idle engine."""
         options = self._options
-        if self._metrics is None and "num_gpu_blocks" not in options.engine:
+        if self._settings.kind == VLLM and self._metrics is None and "num_gpu_blocks" not in options.engine:
             raise NoModelError("the engine's settings are not known yet: its /metrics have not been read")
         try:
-            config = self._config()
-            require_possible(options.profile, config)
-            tracker = Tracker(config, options.profile.step_time, max(0.0, self._engine_s(self._origin_s)))
+            self._models = EngineModels.of_idle_engine(
+                self._settings.config(),
+                options,
+                self._settings.step_time,
+                self._kv_events,
+                max(0.0, self._engine_s(self._origin_s)),
+            )
         except ValueError as error:
             raise NoModelError(f"engine settings: {error}") from None
-        twin = EngineReplica(
-            config, options.profile.step_time, options.residual, num_slots=2 * options.max_requests, track_blocks=False
-        )
-        self._reports.append(MirrorStarted(config=config))
-        self._models = EngineModels(
-            config=config,
-            tracker=tracker,
-            twin=twin,
-            forecaster=Forecaster(twin.engine),
-            unknown=UnknownRequests(tracker),
-            reconciliation=TokenReconciliation(tracker, SKEW_S * options.speed),
-            drafts=AcceptanceLearner(config.configured_drafts),
-        )
+        self._reports.append(MirrorStarted(config=self._models.config, is_update=is_update))
         self._view = None
         self._in_flight.clear()
-        self._reserved.move_to(twin.engine)
+        self._reserved.move_to(self._models.twin.engine)
         return self._models
 
     def _tracker_of(self, name: str) -> Tracker | None:
@@ -407,7 +410,11 @@ class EngineMirror:
 
     def _approximations(self, models: EngineModels) -> tuple[str, ...]:
         drafts = approximations_of(models.config.speculative_method, models.drafts.expected)
-        return (REBUILT_STATE, *drafts, *((UNKNOWN_PREFIXES,) if models.config.enable_prefix_caching else ()))
+        config = models.config
+        notes = [REBUILT_STATE, *self._settings.approximations(config), *drafts]
+        if self._settings.kind == VLLM:
+            notes += approximations_of_version(config.vllm_version, speculates=bool(config.speculative_method))
+        return (*notes, *models.approximations)
 
     def _counter_values(self, models: EngineModels) -> dict[str, float]:
         values = self._counters.values(self._options.speed)
@@ -415,6 +422,8 @@ class EngineMirror:
         if models.tracker.last_step_s > 0:
             values["step_s"] = models.tracker.last_step_s / self._options.speed
         values["num_unknown"] = float(self.num_unknown)
+        if models.blocks is not None:
+            values["num_offloaded_blocks"] = float(models.blocks.num_offloaded)
         if self._metrics is not None and self._metrics.fetching is not None:
             values["num_fetching"] = self._metrics.fetching
         return values
@@ -433,3 +442,19 @@ class EngineMirror:
         self._serial += 1
         if self._view is not None:
             self._view.serial = self._serial
+
+
+def _facts_of(
+    arrival: RequestArrived, config: EngineConfig, room: int, now_s: float, adapters: frozenset[str]
+) -> RequestFacts:
+    """Return the facts of a request as the engine model takes them."""
+    return RequestFacts(
+        request_id=arrival.name,
+        prompt_tokens=arrival.prompt_tokens,
+        max_tokens=max(1, min(room, arrival.max_tokens or room)),
+        priority=arrival.priority,
+        arrival_s=now_s,
+        adapter=arrival.model if arrival.model in adapters else "",
+        # the metrics show how many blocks are held after a prefill leg
+        leg=DECODE if arrival.leg == DECODE and config.kv_role in FETCHING_ROLES else SERVE,
+    )

@@ -14,7 +14,7 @@ from predictor.speculation import EAGLE, MAX_SPECULATIVE_TOKENS, DraftTotals, re
 MAX_LINE_CHARS = 4096
 
 _SAMPLE = re.compile(r"^vllm:([a-z_]+)(?:\{(.*)\})? ([0-9.eE+-]+|NaN|[+-]?Inf)(?: \d+)?$")
-_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 # vLLM's metrics by our names; the first spelling that is present counts
 METRIC_NAMES = {
@@ -40,7 +40,10 @@ SETTINGS: dict[str, Callable[[str], int | bool]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScrapedMetrics:
-    """One scrape of /metrics; a metric that the engine does not export is None."""
+    """One scrape of /metrics; a metric that the engine does not export is None.
+
+    An engine that `updates_rarely` sets its gauges not with every step, so that a scrape may repeat the one before.
+    """
 
     running: float | None = None
     waiting: float | None = None
@@ -54,6 +57,7 @@ class ScrapedMetrics:
     created_s: float | None = None
     drafts: DraftTotals | None = None
     settings: Mapping[str, int | bool | str] = field(default_factory=dict)
+    updates_rarely: bool = False
 
     def shows_restart_since(self, before: ScrapedMetrics) -> bool:
         """Return whether the engine restarted in between: its counters are newer, or lower, than before."""
@@ -64,6 +68,11 @@ class ScrapedMetrics:
             if count is not None and earlier is not None and count < earlier:
                 return True
         return False
+
+    def repeats(self, before: ScrapedMetrics) -> bool:
+        """Return whether these are the values of the scrape before, of an engine that updates its gauges rarely."""
+        names = ("running", "waiting", "kv_usage")
+        return self.updates_rarely and all(getattr(self, name) == getattr(before, name) for name in names)
 
     def shows_progress_since(self, before: ScrapedMetrics) -> bool:
         """Return whether the engine computed tokens in between."""
@@ -80,15 +89,15 @@ def parse_metrics(text: str) -> ScrapedMetrics:  # noqa: C901 - one branch for e
             continue
         name, labels, value = found[1], found[2] or "", float(found[3])
         if name == "cache_config_info":
-            settings.update(_settings(dict(_LABEL.findall(labels))))
+            settings.update(_settings(dict(LABEL.findall(labels))))
         elif name == "lora_requests_info":
-            settings.update(_adapter_settings(dict(_LABEL.findall(labels))))
+            settings.update(_adapter_settings(dict(LABEL.findall(labels))))
         elif name == ACCEPTED_BY_POSITION:
-            position = dict(_LABEL.findall(labels)).get("position", "")
+            position = dict(LABEL.findall(labels)).get("position", "")
             if math.isfinite(value) and position.isdecimal():
                 accepted[int(position)] = accepted.get(int(position), 0.0) + value
         elif math.isfinite(value):
-            if name in METRIC_NAMES["fetching"] and dict(_LABEL.findall(labels)).get("stage") != "in_progress":
+            if name in METRIC_NAMES["fetching"] and dict(LABEL.findall(labels)).get("stage") != "in_progress":
                 continue
             samples.setdefault(name, []).append(value)
     if METRIC_NAMES["fetching"][0] in samples:

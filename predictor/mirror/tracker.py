@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from predictor.config import EngineConfig
@@ -49,9 +49,18 @@ class Tracker:
     step ends when the model predicts. So the model keeps the engine's own time while anything is streamed.
     """
 
-    def __init__(self, config: EngineConfig, step_time: StepTime, now_s: float) -> None:
-        """Start with an idle engine."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        step_time: StepTime,
+        now_s: float,
+        hit_tokens: Callable[[str, EditableEngine], int] | None = None,
+    ) -> None:
+        """Start with an idle engine; `hit_tokens` returns how much of a prompt is cached as it is admitted."""
         self.engine = EditableEngine(config, step_time, now_s)
+        self._hit_tokens = hit_tokens
+        self._unadmitted: set[str] = set()  # their hits are looked up as they are admitted
+        self._num_preemptions = 0
         self.correction = Correction()
         self.requests: dict[str, TrackedRequest] = {}
         self.num_held_elsewhere = 0  # blocks of unknown holders; negative where requests share blocks
@@ -75,6 +84,8 @@ class Tracker:
         self.engine.add(request)
         self.engine.mark_visible(name, visible=streamed)
         self.requests[name] = TrackedRequest(streamed=streamed, last_event_s=request.arrival_s)
+        if self._hit_tokens is not None:
+            self._unadmitted.add(name)
         self.advance(request.arrival_s)
 
     def receive(self, name: str, count: int, now_s: float, *, ended: bool = False, exact: bool = True) -> None:
@@ -110,10 +121,18 @@ class Tracker:
             self.engine.correct_prompt(name, prompt_tokens)
             self._replan()
 
+    def set_hits(self, name: str, num_tokens: int) -> None:
+        """Correct how much of a prompt was cached as the request was admitted."""
+        if self.engine.can_set_hits(name, num_tokens):
+            self._rewind()
+            self.engine.set_hits(name, num_tokens)
+            self._replan()
+
     def remove(self, name: str, now_s: float, *, finished: bool = False) -> None:
         """Remove a request that was aborted, or that `finished`, so that no further step has it."""
         engine = self.engine
         del self.requests[name]
+        self._unadmitted.discard(name)
         self.advance(now_s)
         if not engine.is_finished(name):
             replan = finished and engine.is_scheduled(name) and engine.config.pipeline_depth == 1
@@ -306,7 +325,28 @@ class Tracker:
         step = self.engine.plan_step(until_s)
         if step is not None:
             self.tally.plan(step.start_s, step.profile_s)
+            if self._unadmitted and self._apply_hits():
+                return self._plan(self.engine.now_s) or step
         return step
+
+    def _apply_hits(self) -> bool:
+        """Let the requests that the last step admits find their prefix hits; return whether it is to be replanned."""
+        engine, hit_tokens = self.engine, self._hit_tokens
+        assert hit_tokens is not None
+        if engine.num_preemptions != self._num_preemptions:
+            self._num_preemptions = engine.num_preemptions
+            self._unadmitted.update(name for name in self.requests if not engine.is_running(name))
+        admitted = [name for name in self._unadmitted if engine.is_running(name)]
+        self._unadmitted.difference_update(admitted)
+        hits = {name: hit_tokens(name, engine) for name in admitted}
+        hits = {name: num_tokens for name, num_tokens in hits.items() if engine.can_set_hits(name, num_tokens)}
+        if not hits:
+            return False
+        self._rewind()
+        for name, num_tokens in hits.items():
+            engine.set_hits(name, num_tokens)
+        self._recount()
+        return True
 
     def _rewind(self) -> None:
         self.tally.cut(self.engine.now_s, self.engine.num_steps_under_way)

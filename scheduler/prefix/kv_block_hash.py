@@ -39,5 +39,12 @@ def kv_block_hashes(
     return hashes
 
 
+def next_block_hash(
+    parent: bytes | None, token_ids: Sequence[int], extra_keys: object = None, *, seed: str = SEED
+) -> bytes:
+    """Return the hash of the block after `parent`, None for the first; `extra_keys` name adapters, images or salt."""
+    return _hash((_hash(seed) if parent is None else parent, tuple(token_ids), extra_keys))
+
+
 def _hash(value: Any) -> bytes:
     return hashlib.sha256(pickle.dumps(value, protocol=5)).digest()

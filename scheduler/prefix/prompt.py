@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 
+from predictor.kv_events.stream import COMPLETE, UNSURE, KvEventStream
 from scheduler.candidates import Candidates
 from scheduler.indicators import INDEX_OF
 from scheduler.instance_table import InstanceTable
@@ -22,11 +24,15 @@ BYTES_PER_TOKEN = 4  # of English text, about
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptBlocks:
-    """A prompt as the names of its blocks, each of `block_tokens` tokens and `num_blocks` KV blocks."""
+    """A prompt as the names of its blocks, each of `block_tokens` tokens and `num_blocks` KV blocks.
+
+    Where they are named `by_tokens`, the names are those of engines' KV blocks.
+    """
 
     names: Sequence[Hashable] = ()
     block_tokens: float = DEFAULT_BLOCK_TOKENS
     num_blocks: float = 1.0
+    by_tokens: bool = False
 
     def __post_init__(self) -> None:
         """Keep few enough names; each stands for all content up to the end of its block."""
@@ -57,7 +63,10 @@ def blocks_of_text(text: bytes, prompt_tokens: int, adapter: str = "") -> Prompt
 
 
 class PromptPrefixes:
-    """Looks prompts up in the prefix cache index, and records which instance each was sent to."""
+    """Looks prompts up in the prefix cache index, and records which instance each was sent to.
+
+    Where the KV events of an instance are followed, they say what it has cached.
+    """
 
     def __init__(self, table: InstanceTable, sizes: Mapping[str, int] | None = None) -> None:
         """Follow the instances of a table; their cache sizes in blocks are as given, or else as reported."""
@@ -66,6 +75,11 @@ class PromptPrefixes:
         self._fixed_sizes = sizes is not None
         self._following: tuple[str, ...] = ()
         self._sizes = np.zeros(0)
+        self._streams: Mapping[str, KvEventStream] = {}
+
+    def follow_events(self, streams: Mapping[str, KvEventStream]) -> None:
+        """Use the KV events of these instances, as long as they are known."""
+        self._streams = streams
 
     def look_up(self, prompt: PromptBlocks, known: Candidates) -> None:
         """Add to candidates how much of a prompt they hold, and to the request which class it belongs to."""
@@ -73,7 +87,24 @@ class PromptPrefixes:
             self._follow()
         hits = self._index.look_up(prompt.names, known.instance_ids)
         known.columns["prefix_hit_tokens"] = hits.num_blocks * prompt.block_tokens
+        if self._streams and prompt.by_tokens:
+            self._add_known(prompt, known)
         known.request.prefix_class = hits.deepest
+
+    def _add_known(self, prompt: PromptBlocks, known: Candidates) -> None:
+        """Replace estimates by what KV events say: all that is cached, or a part of it, which is a lower bound."""
+        column = known.columns["prefix_hit_tokens"]
+        for row, instance_id in enumerate(known.instance_ids):
+            stream = self._streams.get(instance_id)
+            if stream is None or stream.certainty == UNSURE:
+                continue
+            index = stream.index
+            if index.block_size and index.block_size * prompt.num_blocks != prompt.block_tokens:
+                continue  # the prompt's blocks are not the engine's
+            num_tokens = (
+                index.hits([index.short_name(cast("bytes", name)) for name in prompt.names]) * prompt.block_tokens
+            )
+            column[row] = num_tokens if stream.certainty == COMPLETE else max(num_tokens, column[row])
 
     def sent(self, instance_id: str, prompt: PromptBlocks) -> None:
         """Record that a prompt goes to an instance."""

@@ -41,6 +41,7 @@ sidecar-deadline-ms = 500
 metrics-port = 0
 idle-s = 5.0
 record-mib = 256
+max-explained = 256
 [gateway]
 schedule-s = 10.0
 connect-s = 5.0

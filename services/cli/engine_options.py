@@ -74,11 +74,11 @@ def profile_named(name: str) -> Profile:
         raise ValueError(f"{name}: {str(error).removeprefix(f'{name}: ')}") from None
 
 
-def engine_of(given: SettingValues) -> tuple[Profile, EngineConfig]:
-    """Load the profile, and settle the engine's settings."""
+def engine_of(given: SettingValues, *, sglang: bool = False) -> tuple[Profile, EngineConfig]:
+    """Load the profile, and settle the engine's settings; SGLang's have its local scheduler, and pages of one token."""
     model = given.make(EngineModelSettings)
     profile = profile_named(model.profile)
-    return profile, engine_config(profile, settings_in(given))
+    return profile, engine_config(profile, settings_in(given), sglang=sglang)
 
 
 def settings_in(given: SettingValues) -> dict[str, Any]:
@@ -92,9 +92,14 @@ def settings_in(given: SettingValues) -> dict[str, Any]:
     return {**from_file, **speculation, **given.given(EngineConfig)}
 
 
-def engine_config(profile: Profile, given: Mapping[str, Any]) -> EngineConfig:
+def engine_config(profile: Profile, given: Mapping[str, Any], *, sglang: bool = False) -> EngineConfig:
     """Settle the engine's settings: the given ones first, then those of the profile."""
+    suggested = profile.suggested_settings
+    if sglang:
+        plain = EngineConfig()
+        sizes = [suggested.get(name, getattr(plain, name)) for name in ("num_gpu_blocks", "block_size")]
+        suggested = {**suggested, "batcher": "sglang", "block_size": 1, "num_gpu_blocks": sizes[0] * sizes[1]}
     try:
-        return EngineConfig(**{**profile.suggested_settings, **given})
+        return EngineConfig(**{**suggested, **given})
     except TypeError as error:
         raise ValueError(str(error)) from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from predictor.mirror.engine_kinds import SGLANG
 from services.cli.engine_options import ENGINE_CONFIG, EngineModelSettings, engine_of
 from services.cli.settings_options import SettingValues, settings_options, tls_of
 from services.emulator.settings import STATE_FOLDER, EmulatorSettings
@@ -23,13 +24,15 @@ def engine(given: SettingValues) -> None:
     x-block-output-tokens); other requests draw theirs from a seeded distribution. POST /admin/fault, from this machine
     only, injects faults: {"slow": FACTOR}, {"hang": true}, {"refuse": true}, {"crash": true}; {} ends them.
 
+    With --engine-kind sglang it is an emulated SGLang: its local scheduler, metrics and /server_info.
+
     With --kv-role the engine serves prefill and decode legs (kv_transfer_params) as vLLM with its NIXL connector.
     """
     from services.emulator.server import serve, with_adapters
 
     given.make(LogSettings).apply()
     given.warn_of_former_names()
-    profile, config = engine_of(given)
+    profile, config = engine_of(given, sglang=given["engine_kind"] == SGLANG)
     state_file = given["state_file"]
     if state_file is None:
         name = given["name"] or f"engine-{given['port']}"

@@ -8,6 +8,7 @@ from dataclasses import replace
 import click
 
 from predictor.config import EngineConfig
+from predictor.mirror.engine_kinds import VLLM
 from services.cli.engine_options import ENGINE_CONFIG, profile_named
 from services.cli.settings_options import SettingValues, server_of, settings_options
 from services.logs import LogSettings
@@ -36,12 +37,13 @@ def predictor(given: SettingValues) -> None:
     """Serve forecasts for an engine, or for several (gRPC service block.v1.Predictor).
 
     An engine that exports its state is read (--state-file). Any other engine is mirrored: with --engine-url alone the
-    sidecar is a proxy in front of the engine and needs a --profile; clients and the schedulers' list of instances use
-    the proxy's address.
+    sidecar is a proxy in front of the engine; clients and the schedulers' list of instances use the proxy's address.
+    With a --profile of the engine its forecasts are better; without one the step times are learnt from its traffic.
 
     One process can serve all engines of a node (--engine, once for each): a scheduler then queries all of them in one
     call.
     """
+    from predictor.generic_estimate import generic_profile
     from predictor.indicators import warm_indicators
     from services.predictor_server.server import serve
     from services.warmup import warm_up
@@ -50,6 +52,8 @@ def predictor(given: SettingValues) -> None:
     node = given.make(NodeSettings)
     engines = sidecars_of(given, node, server)
     profile = profile_named(node.profile) if node.profile else None
+    if profile is None and engines[0].mirror is not None:
+        profile = generic_profile()
     warm_up()
     warm_indicators()
     serve(engines, server, profile)
@@ -61,12 +65,16 @@ def sidecars_of(given: SettingValues, node: NodeSettings, server: ServerSettings
     if node.engines:
         if instance_id or state_file or engine_url:
             raise ValueError("engine: goes without instance_id, state_file and engine_url")
+        if given["kv_events"]:
+            raise ValueError("kv_events: goes with one mirrored engine, not with engine")
         return [given.make(SidecarSettings, **_engine_from_flag(text)) for text in node.engines]
     if not state_file and not engine_url:
         raise ValueError("state_file: is missing, and so is engine_url: an engine is read, or mirrored, or neither")
     mirror = None
+    if state_file and given["kv_events"]:
+        raise ValueError("kv_events: goes without state_file: an engine that exports its state shows its cached blocks")
     if not state_file:
-        if not node.profile:
+        if not node.profile and given["engine_kind"] == VLLM:
             raise ValueError("profile: is missing, and an engine that exports no state names none")
         mirror = given.make(
             MirrorSettings,

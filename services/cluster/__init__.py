@@ -16,7 +16,7 @@ from scheduler.instances import BOTH
 from services.cluster.autoscaling import NAME as PROVISIONER
 from services.cluster.autoscaling import first_instances, provisioner_of
 from services.cluster.child import Child, StartError
-from services.cluster.engines import engines_of, require_exported
+from services.cluster.engines import engines_of, kv_event_flags, require_exported
 from services.cluster.link_security import LinkSecurity
 from services.cluster.pools import emulator_flags, pass_blocks_on
 from services.cluster.settings import ClusterSettings, VllmSettings
@@ -160,7 +160,8 @@ def _sidecars(cluster: Cluster) -> list[Child]:
         return [
             Child(
                 f"predictor-{number}", "predictor", *_common(cluster, "predictor"), "--instance-id", engine.name,
-                "--engine-url", cluster.url_of(engine.name), *emulator_flags(engine), *settings.sidecar_flags,
+                "--engine-url", cluster.url_of(engine.name), *emulator_flags(engine),
+                *kv_event_flags(settings, cluster.state_files[number], follows=True), *settings.sidecar_flags,
                 proxy_port=0,
             )
             for number, engine in enumerate(settings.engines)

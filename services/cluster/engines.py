@@ -9,6 +9,7 @@ from pathlib import Path
 
 from services.cluster.child import Child, StartError
 from services.cluster.device_assignment import environments_of
+from services.cluster.kv_events import following_flags, publishing_flags
 from services.cluster.link_security import LinkSecurity
 from services.cluster.pools import connector_environment, connector_flags, emulator_flags
 from services.cluster.programs import VllmServer
@@ -31,7 +32,8 @@ def emulated_engines(settings: ClusterSettings, common: Sequence[str], state_fil
     return [
         Child(
             engine.name, "engine", *common, "--state-file", "none" if settings.mirror else str(file),
-            "--seed", str(number), *emulator_flags(engine), *rank_flags(settings), *settings.engine_flags,
+            "--seed", str(number), *emulator_flags(engine), *rank_flags(settings), *kv_event_flags(settings, file),
+            *settings.engine_flags,
         )
         for number, (engine, file) in enumerate(zip(settings.engines, state_files, strict=True))
     ]  # fmt: skip
@@ -60,12 +62,23 @@ def vllm_engines(
         connector = connector_environment(engine, settings.host, free_port(settings.host), os.environ, on_cpu=on_cpu)
         program = VllmServer(
             command=vllm.command, model=vllm.model, host=settings.host,
-            arguments=(*connector_flags(engine, arguments, on_cpu=on_cpu), *arguments, *certificates),
+            arguments=(
+                *connector_flags(engine, arguments, on_cpu=on_cpu), *kv_event_flags(settings, file), *arguments,
+                *certificates,
+            ),
             environment={**ENVIRONMENT, **device, **connector, **export},
             tls=tls,
         )  # fmt: skip
         engines.append(Child(engine.name, program=program, port=free_port(settings.host)))
     return engines
+
+
+def kv_event_flags(settings: ClusterSettings, state_file: Path, *, follows: bool = False) -> list[str]:
+    """Write the flags by which a mirrored engine publishes its KV events, or by which its sidecar follows them."""
+    if not settings.mirror:
+        return []
+    arguments = (*(settings.vllm.arguments if settings.vllm is not None else ()), *settings.engine_flags)
+    return following_flags(state_file, arguments) if follows else publishing_flags(state_file, arguments)
 
 
 def require_exported(settings: ClusterSettings, state_files: Sequence[Path]) -> None:

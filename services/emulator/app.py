@@ -12,7 +12,7 @@ import signal
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from typing import Any, Protocol
 
 from predictor.config import EngineConfig
 from predictor.request import SERVE
@@ -25,7 +25,6 @@ from services.emulator.grammars import GrammarCompiler
 from services.emulator.jobs import Job
 from services.emulator.kv_transfers import Fetch
 from services.emulator.messages import MessagesReply
-from services.emulator.metrics import Exposition
 from services.emulator.openai import (
     CHAT,
     COMPLETION,
@@ -40,8 +39,7 @@ from services.emulator.openai import (
     request_from,
 )
 from services.emulator.other_apis import OtherApis
-from services.emulator.rank_metrics import RankExposition
-from services.emulator.ranks import RankDrivers
+from services.emulator.ranks import RankDrivers, at_rank
 from services.emulator.replies import CompletionReply, ReplyWriter
 from services.emulator.responses import ResponsesReply, ResponseStore
 from services.emulator.several import SeveralResponses
@@ -106,6 +104,13 @@ def faults_from(data: Any) -> Faults:
     return Faults(**data)
 
 
+class MetricsText(Protocol):
+    """Writes an engine's metrics."""
+
+    def text(self) -> bytes:
+        """Return the present values in Prometheus' text format."""
+
+
 class ConnectionProtocol(GuardedProtocol):
     """The protocol, with the connection added to the scope: see `write_chunk`."""
 
@@ -136,7 +141,7 @@ class Emulator(Application):
         self,
         driver: Driver | RankDrivers,
         served: Served,
-        exposition: Exposition | RankExposition,
+        exposition: MetricsText,
         *,
         max_body_bytes: int,
         adapters: ServedAdapters | None = None,
@@ -209,7 +214,7 @@ class Emulator(Application):
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in call.headers}
         try:
             request = request_from(kind, data, headers, call.request_id, self.served)
-            request = replace(request, data_parallel_rank=self._rank_in(call))
+            request = at_rank(request, self._rank_in(call))
             self.driver.require_room(request)
         except VllmError:
             self._free_remote(remote_blocks_in(data))

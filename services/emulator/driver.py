@@ -22,11 +22,13 @@ from services.emulator.clock import EngineClock, Pace
 from services.emulator.errors import VllmError, bad_value, busy, not_fetched
 from services.emulator.exporter import ContentHashes, EngineStateExporter
 from services.emulator.jobs import Job
+from services.emulator.kv_events import EmulatedKvEvents
 from services.emulator.kv_transfers import EmulatedConnector, Fetch
 from services.emulator.metrics import ABORTED, ERROR, EngineMetrics, Gauges
 from services.emulator.openai import CHAT, MESSAGE, ParsedRequest
 from services.emulator.speculation import DraftDraws
 from services.emulator.tokens import content_hashes
+from services.kv_events.publisher import KvEventPublisher
 from services.logs import log_event
 
 log = logging.getLogger(__name__)
@@ -62,6 +64,7 @@ class Driver:
         connector: EmulatedConnector | None = None,
         draws: DraftDraws | None = None,
         exporter_with: Callable[[ContentHashes | None], EngineStateExporter] | None = None,
+        kv_publisher: KvEventPublisher | None = None,
     ) -> None:
         """Combine the parts; `run` starts the engine."""
         self.engine = engine
@@ -73,6 +76,10 @@ class Driver:
         self.failure: VllmError | None = None
         self._contents = ContentHashes(engine) if engine.state.engine[0].prefix_caching else None
         self._exporter = exporter_with(self._contents) if exporter_with else None
+        self.kv_publisher = kv_publisher
+        self._kv_events: EmulatedKvEvents | None = None
+        if kv_publisher is not None and self._contents is not None:
+            self._kv_events = EmulatedKvEvents(engine, self._contents, kv_publisher)
         self._max_jobs = max_num_queued_reqs
         self._jobs: dict[int, Job] = {}  # by slot
         self._ending: list[tuple[Job, str]] = []  # removed once no step under way contains them
@@ -147,9 +154,11 @@ class Driver:
         engine_id = f"{request.engine_name or usual}-{self._serial & 0xFFFFFFFF:08x}"
         hashes: tuple[int, ...] = ()
         if self._contents is not None:
-            tokens = [*request.prompt, *request.answer.token_ids()]
-            hashes = content_hashes(tokens, self.engine.config.block_size, request.lora, request.images)
+            token_ids = [*request.prompt, *request.answer.token_ids()]
+            hashes = content_hashes(token_ids, self.engine.config.block_size, request.lora, request.images)
             self._contents.learn(hashes)
+            if self._kv_events is not None:
+                self._kv_events.learn(token_ids)
         added_s = self.clock.now_s()
         try:
             slot = self.engine.add(
@@ -289,7 +298,11 @@ class Driver:
         if self.connector is not None:
             self._follow_transfers(self.connector)
         self._remove_ended()
-        if self._exporter is not None and not self.clock.is_held:
+        if self.clock.is_held:
+            return
+        if self._kv_events is not None:
+            self._kv_events.publish()
+        if self._exporter is not None:
             if self.draws is not None:
                 self._exporter.drafted(self.draws.counts)
             self._exporter.publish()

@@ -11,9 +11,10 @@ import logging
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from predictor.data_parallel import LockstepRules
+from predictor.engine import Engine
 from predictor.lockstep import LockstepGroup
 from services.emulator.clock import EngineClock
 from services.emulator.driver import Driver
@@ -40,6 +41,14 @@ class RankCounts:
         """Return the load of a rank with this many requests of this server."""
         score = float(max(num_unfinished, self.num_waiting + self.num_running))
         return score + self.num_waiting * PENALTY * max(0.0, self.kv_cache_usage - FROM_USAGE)
+
+
+def at_rank(request: ParsedRequest, rank: int | None) -> ParsedRequest:
+    """Return a request for a rank, which serves all its responses; without a rank, each is balanced."""
+    if rank is None:
+        return request
+    choices = tuple(replace(one, data_parallel_rank=rank) for one in request.choices)
+    return replace(request, data_parallel_rank=rank, choices=choices)
 
 
 class RankDrivers:
@@ -80,13 +89,28 @@ class RankDrivers:
             rank = min(range(self.num_ranks), key=lambda one: self.drivers[one].num_jobs)
         self.drivers[rank].require_room(request)
 
-    def submit(self, request: ParsedRequest, fetch: Fetch | None = None) -> Job:
-        """Add a request to its rank now; VllmError where it cannot be served."""
+    @property
+    def engine(self) -> Engine:
+        """Return the engine model of the first rank; all have the same configuration."""
+        return self.drivers[0].engine
+
+    @property
+    def clock(self) -> EngineClock:
+        """Return the clock of the first rank."""
+        return self.drivers[0].clock
+
+    def submit(self, request: ParsedRequest, fetch: Fetch | None = None, *, arrived_s: float | None = None) -> Job:
+        """Add a request to its rank now; VllmError where it cannot be served.
+
+        `arrived_s` is when the client's request arrived, by the clock of the first rank.
+        """
         if self.failure is not None:
             raise self.failure
         rank = request.data_parallel_rank
         driver = self.drivers[self._balanced() if rank is None else rank]
-        job = driver.submit(request, fetch)
+        if arrived_s is not None:
+            arrived_s += driver.clock.now_s() - self.clock.now_s()
+        job = driver.submit(request, fetch, arrived_s=arrived_s)
         self._driver_of[job] = driver
         return job
 

@@ -15,6 +15,7 @@ from services.emulator.driver import Driver
 from services.emulator.errors import VllmError, bad_value
 from services.emulator.jobs import Job
 from services.emulator.openai import CHAT, RESPONSE, ParsedRequest, Served, request_from
+from services.emulator.ranks import RankDrivers
 from services.http.responses_body import messages_of_response
 
 MAX_STORED = 4096
@@ -75,7 +76,7 @@ class ResponseStore:
             del self._stored[next(iter(self._stored))]
         self._stored[request.request_id] = StoredResponse(body, messages, job)
 
-    def begin(self, driver: Driver, request: ParsedRequest) -> dict[str, Any]:
+    def begin(self, driver: Driver | RankDrivers, request: ParsedRequest) -> dict[str, Any]:
         """Begin a response in the background; return what it is now."""
         reply = ResponsesReply(request, int(time.time()), self)
         job = driver.submit(request)
@@ -86,7 +87,7 @@ class ResponseStore:
         task.add_done_callback(self._tasks.discard)
         return queued
 
-    async def _finish(self, driver: Driver, job: Job, reply: ResponsesReply) -> None:
+    async def _finish(self, driver: Driver | RankDrivers, job: Job, reply: ResponsesReply) -> None:
         num_tokens = job.request.answer.num_tokens
         try:
             await job.more(lambda: job.num_ready < num_tokens)
@@ -98,7 +99,7 @@ class ResponseStore:
         finally:
             driver.abort(job)
 
-    def cancel(self, response_id: str, driver: Driver) -> dict[str, Any]:
+    def cancel(self, response_id: str, driver: Driver | RankDrivers) -> dict[str, Any]:
         """End a response that is under way in the background."""
         stored = self.find(response_id)
         if stored.job is None or stored.body["status"] != QUEUED:

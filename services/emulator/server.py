@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,6 +16,7 @@ import uvloop
 from predictor.config import FETCHING_ROLES, HOLDING_ROLES, EngineConfig
 from predictor.data_parallel import DataParallelRank, LockstepRules
 from predictor.engine import Engine
+from predictor.mirror.engine_kinds import SGLANG
 from predictor.profile import Profile
 from predictor.request import DECODE, PREFILL, RequestFacts
 from services.emulator.adapters import ServedAdapters, modules_from
@@ -31,9 +32,11 @@ from services.emulator.openai import Served
 from services.emulator.rank_metrics import RankExposition
 from services.emulator.ranks import RankDrivers
 from services.emulator.settings import EmulatorSettings
+from services.emulator.sglang import sglang_emulator
 from services.emulator.speculation import DraftDraws
 from services.engine_state.identity import rank_file
 from services.http.server import answering, listening
+from services.kv_events.publisher import KvEventPublisher
 from services.logs import log_event
 from services.rpc.server import freeze_imported_objects, stop_signal
 from services.security.certificates import certificates_of
@@ -85,7 +88,12 @@ async def serving(
             side = sockets.enter_context(listening(host, settings.kv_side_channel_port, "kv_side_channel_port"))
             address = {"host": host, "port": side.getsockname()[1]}
             connector = EmulatedConnector(config, settings.model, version_of(config), **address)
-        app = application(settings, config, profile, connector)
+        publishers: list[KvEventPublisher] = []
+        for rank in range(settings.data_parallel_size if settings.kv_events.publishes else 0):
+            publishers.append(KvEventPublisher(settings.kv_events, rank))
+            sockets.callback(publishers[-1].close)
+            publishers[-1].start()
+        app = application(settings, config, profile, connector, publishers)
         driving = asyncio.create_task(app.driver.run())
         try:
             async with AsyncExitStack() as servers:
@@ -110,7 +118,11 @@ async def serving(
 
 
 def application(
-    settings: EmulatorSettings, config: EngineConfig, profile: Profile, connector: EmulatedConnector | None
+    settings: EmulatorSettings,
+    config: EngineConfig,
+    profile: Profile,
+    connector: EmulatedConnector | None,
+    kv_publishers: Sequence[KvEventPublisher] = (),
 ) -> Emulator:
     """Combine an engine, its driver and its HTTP surface; each data-parallel rank has a driver of its own."""
     lengths = AnswerLengths(
@@ -136,12 +148,17 @@ def application(
             settings, config, profile, connector,
             DataParallelRank(rank=rank, size=size, group=group, lockstep=rules),
             clock if rules is not None else EngineClock(settings.speed),
+            kv_publishers[rank] if kv_publishers else None,
         )
         for rank in range(size)
     ]  # fmt: skip
     drivers, expositions = [driver for driver, _ in made], [exposition for _, exposition in made]
     grammars = GrammarCompiler(settings.grammar_compile_s / clock.speed)
     limit = settings.max_body_bytes
+    if settings.engine_kind == SGLANG:
+        if size > 1:
+            raise ValueError("data_parallel_size: an emulated SGLang has one rank")
+        return sglang_emulator(drivers[0], served, max_body_bytes=limit)
     if size == 1:
         return Emulator(drivers[0], served, expositions[0], max_body_bytes=limit, adapters=adapters, grammars=grammars)
     ranks = RankDrivers(drivers, rules)
@@ -157,6 +174,7 @@ def driver_of(  # noqa: PLR0913, PLR0917 - its parts
     connector: EmulatedConnector | None,
     rank: DataParallelRank,
     clock: EngineClock,
+    kv_publisher: KvEventPublisher | None,
 ) -> tuple[Driver, Exposition]:
     """Make an engine, or one rank of it, with its state file and its metrics."""
     # a lease is as long on the wall clock as that of any other engine
@@ -185,6 +203,7 @@ def driver_of(  # noqa: PLR0913, PLR0917 - its parts
         connector=connector,
         draws=draws,
         exporter_with=exporter if path else None,
+        kv_publisher=kv_publisher,
     )
     for name in modules_from(settings.lora_modules):
         driver.load_adapter(name)

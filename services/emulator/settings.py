@@ -6,11 +6,14 @@ import math
 from dataclasses import dataclass
 from typing import Annotated
 
+from predictor.mirror.engine_kinds import SGLANG, VLLM
 from services.emulator.adapters import modules_from
+from services.kv_events.publisher import KvEventsConfig, kv_events_config
 from services.security.exposure import require_tls_beyond_loopback
 from services.security.settings import NO_TLS, TlsSettings
 from services.settings import PORTS, Option
 
+EMULATED_KINDS = (VLLM, SGLANG)
 MAX_RANKS = 64
 STATE_FOLDER = "/dev/shm/block"  # noqa: S108 - where processes of one machine share memory
 
@@ -29,6 +32,9 @@ class EmulatorSettings:
         str,
         Option("State file that the engine exports; 'none' exports nothing.", metavar="FILE", unset="given by --name"),
     ] = ""
+    engine_kind: Annotated[
+        str, Option("Engine whose HTTP API is served; sglang also changes the local scheduler.", choices=EMULATED_KINDS)
+    ] = VLLM
     export_contents: Annotated[
         bool, "Export the contents of KV blocks as well, so that sidecars predict prefix cache hits."
     ] = True
@@ -61,6 +67,14 @@ class EmulatorSettings:
     lora_modules: Annotated[
         tuple[str, ...], Option("LoRA adapter that is served from the start, as NAME=PATH. Repeatable.")
     ] = ()
+    kv_events_config: Annotated[
+        str,
+        Option(
+            "KV events that the engine publishes, as vLLM's option: JSON with enable_kv_cache_events, endpoint, "
+            "replay_endpoint and topic.",
+            metavar="JSON",
+        ),
+    ] = ""
     data_parallel_size: Annotated[
         int,
         "Number of data-parallel ranks that it serves at its port, each with a state file of its own, as vLLM. A "
@@ -80,6 +94,8 @@ class EmulatorSettings:
         for name in ("max_num_queued_reqs", "max_body_bytes"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: must be at least 1, not {getattr(self, name)}")
+        if self.engine_kind not in EMULATED_KINDS:
+            raise ValueError(f"engine_kind: {self.engine_kind!r} is none of {', '.join(EMULATED_KINDS)}")
         if not 0 <= self.grammar_compile_s < math.inf:
             raise ValueError(f"grammar_compile_s: must be a time from 0 on, not {self.grammar_compile_s}")
         if not 1 <= self.data_parallel_size <= MAX_RANKS:
@@ -93,3 +109,9 @@ class EmulatorSettings:
         if not self.model:
             raise ValueError("model: must have a name")
         require_tls_beyond_loopback(self.host, self.tls)
+        kv_events_config(self.kv_events_config)
+
+    @property
+    def kv_events(self) -> KvEventsConfig:
+        """The KV events that the engine publishes."""
+        return kv_events_config(self.kv_events_config)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from functools import partial
 
 from services.emulator.driver import Driver
 from services.emulator.errors import DONE
 from services.emulator.jobs import Job
 from services.emulator.openai import ParsedRequest
+from services.emulator.ranks import RankDrivers
 from services.emulator.replies import CompletionReply
 from services.http.application import JSON, Call
 from services.http.client import Headers
@@ -18,7 +20,7 @@ from services.http.client import Headers
 class SeveralResponses:
     """Serves one request that has several choices."""
 
-    def __init__(self, request: ParsedRequest, driver: Driver, events: Headers) -> None:
+    def __init__(self, request: ParsedRequest, driver: Driver | RankDrivers, events: Headers) -> None:
         """Serve by the engine of a driver; `events` are the headers of a stream."""
         self._request = request
         self._driver = driver
@@ -42,7 +44,9 @@ class SeveralResponses:
     async def _reply_whole(self, call: Call, jobs: Sequence[Job]) -> None:
         for job in jobs:
             num_tokens = job.request.answer.num_tokens
-            await job.more(lambda job=job, num_tokens=num_tokens: job.num_ready < num_tokens)  # type: ignore[misc]
+            job.num_sent = job.num_ready  # of which there may be some, as others have been waited for
+            if job.num_ready < num_tokens:
+                await job.more(partial(_lacks_tokens, job))
         if all(job.num_ready == job.request.answer.num_tokens for job in jobs):
             choices = [reply.choice() for reply in self._replies]
             counts = self._num_prompt_tokens(), sum(job.num_ready for job in jobs)
@@ -90,3 +94,7 @@ class SeveralResponses:
         """Count each prompt once, as vLLM does."""
         choices = self._request.choices
         return sum(len(one.prompt) for one in choices[:: len(choices) // self._request.num_prompts])
+
+
+def _lacks_tokens(job: Job) -> bool:
+    return job.num_ready < job.request.answer.num_tokens

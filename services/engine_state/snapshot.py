@@ -197,8 +197,9 @@ def _step(start_s: float, entries: np.ndarray, names: Mapping[int, str]) -> Step
     rows = entries.tolist()
     return StepUnderWay(
         start_s=start_s,
-        scheduled={names[slot]: tokens for slot, _, tokens in rows},
-        sampled=tuple(names[slot] for slot, sampled, _ in rows if sampled),
+        scheduled={names[slot]: tokens for slot, _, _, tokens in rows},
+        sampled=tuple(names[slot] for slot, sampled, *_ in rows if sampled),
+        drafts={names[slot]: drafts for slot, _, drafts, _ in rows if drafts},
     )
 
 

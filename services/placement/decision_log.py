@@ -11,7 +11,6 @@ from services.placement.decision_message import candidate_messages
 from services.placement.listeners import PlacementListener
 from services.rpc.errors import UnknownNameError
 
-MAX_DECISIONS = 4096
 MAX_CANDIDATES = 20_000  # of all decisions together: with many instances fewer decisions are kept
 COLUMNS_PER_CANDIDATE = 16  # instances kept as columns take as much memory as one kept by itself
 
@@ -32,7 +31,7 @@ class LoggedDecision:
 class DecisionLog(PlacementListener):
     """Keeps as many decisions as fit; the oldest are dropped first."""
 
-    def __init__(self, max_decisions: int = MAX_DECISIONS, max_candidates: int = MAX_CANDIDATES) -> None:
+    def __init__(self, max_decisions: int, max_candidates: int = MAX_CANDIDATES) -> None:
         """Start empty."""
         self._max_decisions = max_decisions
         self._max_candidates = max_candidates

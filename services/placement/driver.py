@@ -79,7 +79,7 @@ class PlacementDriver:
         self.requests = DrainingRequests(lambda reason: metrics.drain_stays.labels(reason).inc())
         self.settings = settings
         self.registry = registry
-        self.log = DecisionLog()
+        self.log = DecisionLog(settings.max_explained)
         self.core = SchedulerCore(
             settings.policy,
             registry.directory,
@@ -87,6 +87,7 @@ class PlacementDriver:
             rules=settings.rules(),
             seed=settings.seed,
         )
+        self.core.prefixes.follow_events(registry.kv_events.streams)
         self.objectives = ObjectiveTable() if objectives is None else objectives
         self._lengths = lengths
         self._metrics = metrics
@@ -562,5 +563,6 @@ def _indicators(
 def _blocks(request: common_pb2.Request, prompt: bytes) -> PromptBlocks:
     """Name a prompt's blocks: by tokens where the caller did so, else by text."""
     if request.prefix_hashes and request.prefix_block_tokens:
-        return PromptBlocks(names=tuple(request.prefix_hashes), block_tokens=request.prefix_block_tokens)
+        names = tuple(request.prefix_hashes)
+        return PromptBlocks(names=names, block_tokens=request.prefix_block_tokens, by_tokens=True)
     return blocks_of_text(prompt, request.prompt_tokens, request.adapter)

@@ -16,6 +16,7 @@ from services.drains import NEVER, Drain
 from services.instances import DRAINING, Instances
 from services.logs import log_event
 from services.placement.instance_handle import InstanceHandle
+from services.placement.kv_event_followers import KvEventFollowers
 from services.placement.metrics import SchedulerMetrics
 from services.placement.settings import BY_ENGINE, SchedulerSettings
 from services.placement.sidecar_connection import SidecarConnection
@@ -33,6 +34,9 @@ class InstanceRegistry:
     def __init__(self, settings: SchedulerSettings, metrics: SchedulerMetrics) -> None:
         """Start without an instance."""
         self.directory = InstanceDirectory()
+        self.kv_events = KvEventFollowers(
+            metrics.registry, hash_seed=settings.hash_seed, insecure=settings.kv_events_insecure
+        )
         self._settings = settings
         self._metrics = metrics
         self._connections: dict[str, SidecarConnection] = {}  # by address
@@ -58,6 +62,7 @@ class InstanceRegistry:
                     instance, connection, self._settings, self._metrics, self.directory
                 )
         self.directory.update(handle.status for handle in self._handles.values())
+        self.kv_events.update(handle.instance for handle in self._handles.values())
         self._metrics.instances.set(len(self._handles))
         self._warn_of_pools()
         unused = self._unused_connections()
@@ -161,3 +166,4 @@ class InstanceRegistry:
         """Close all handles and connections."""
         self.update(())
         await asyncio.gather(*self._closing)
+        await self.kv_events.close()

@@ -36,6 +36,7 @@ MINIMA = {
     "max_conflicts": 0,
     "max_held": 0,
     "max_deciding": 1,
+    "max_explained": 1,
     "max_responses": 1,
     "failures_to_open": 1,
     "attempts": 1,
@@ -160,6 +161,9 @@ class SchedulerSettings:
         int, "Maximum number of responses of one request, its prompts times n; more are refused with status 400."
     ] = 1024
     max_deciding: Annotated[int, "Maximum number of forecast fan-outs in progress; further requests wait."] = 8
+    max_explained: Annotated[
+        int, "Number of the last decisions that can be explained; each takes about 1 KiB per candidate."
+    ] = 4096
     failures_to_open: int = 2  # consecutive failures of a component that open its circuit
     first_pause_s: float = 0.25  # how long a circuit stays open at first
     longest_pause_s: float = 8.0
@@ -191,6 +195,9 @@ class SchedulerSettings:
     chat_template: ChatTemplateFile = ""
     block_tokens: BlockTokens = 16
     hash_seed: HashSeed = SEED
+    kv_events_insecure: Annotated[
+        bool, "Follow the KV events of engines on other machines, which contain prompts, in plain text."
+    ] = False
     continue_streams: ContinueStreams = BY_TOKEN_IDS
     max_migrations: MaxMigrations = 2
     migration_ratio: MigrationRatio = 0.2

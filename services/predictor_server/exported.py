@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from predictor.adapter_times import AdapterTimes
-from predictor.approximations import UNKNOWN_PREFIXES
+from predictor.approximations import UNKNOWN_PREFIXES, UNKNOWN_RANKS
 from predictor.batching import is_compiled
 from predictor.correction import Correction, CorrectionRule, RegionCorrection
 from predictor.data_parallel import DataParallelRank
@@ -30,6 +30,7 @@ from predictor.reserved_requests import ReportedLengths, ReservedRequests
 from predictor.snapshot import Snapshot
 from predictor.speculation import NO_DRAFTS, AcceptanceLearner, DraftTotals, approximations_of
 from predictor.step_time import region_of
+from predictor.vllm_versions import approximations_of as approximations_of_version
 from predictor.vllm_versions import rules_for
 from protos.block.v1 import common_pb2
 from services.engine_state.identity import client_id, parts_of
@@ -39,6 +40,7 @@ from services.engine_state.snapshot import config_of, reported_state, snapshot_f
 from services.engine_state.view import BUSY, CORRUPT, MISSING, UnreadableError, View
 from services.logs import log_event
 from services.predictor_server.engine_source import DownError
+from services.predictor_server.pass_records import PassRecords, RecordedStep, slowest_of
 
 log = logging.getLogger(__name__)
 
@@ -107,6 +109,9 @@ class ExportedEngine:
         self._followed: FollowedEngine | None = None
         self._view: EngineView | None = None
         self.rank: DataParallelRank | None = None
+        self.passes = PassRecords()
+        self.beside: Callable[[], Sequence[PassRecords]] = tuple  # of the other ranks in lockstep
+        self._unmatched: list[RecordedStep] = []
         self._life = 0
         self._serial = 0  # of views
         self._transit = NO_TRANSIT
@@ -233,7 +238,7 @@ class ExportedEngine:
             serial=0,
             transit=self._transit,
             counters=self._counters.values(view.clock_rate) | {"pace": self._correction.every.factor},
-            approximations=_approximations(followed.replica.engine),
+            approximations=self._approximations(followed.replica.engine),
         )
         return followed
 
@@ -253,6 +258,7 @@ class ExportedEngine:
                 )  # fmt: skip
             self._life = view.life
             self._num_steps = self._num_outcomes = 0
+            self._unmatched = []
             self._correction = RegionCorrection()
             self._transfers, self._num_fetched = Correction(rule=OF_TRANSFERS), 0
             self._adapter_times = AdapterTimes(load_s=config.lora_load_s, activate_s=config.lora_activate_s)
@@ -328,22 +334,17 @@ class ExportedEngine:
         if num_steps != self._num_steps:
             self._num_steps = num_steps
             self._corrected_s = time.monotonic()
-            records = self._reader.new_steps()
-            for real_s, sums, loads in zip(
-                records["seconds"].tolist(),
-                records[list(STEP_SUMS)].tolist(),
-                records[list(ADAPTER_LOADS)].tolist(),
-                strict=True,
-            ):
-                step = dict(zip(STEP_SUMS, sums, strict=True))
-                predicted_s = followed.replica.step_seconds(**step)
-                if predicted_s is not None and any(loads):
-                    self._learn_adapter_times(real_s - predicted_s * self._correction.every.factor, *loads)
-                elif predicted_s is not None:
-                    region = region_of(step["num_tokens"], step["num_decodes"], step["num_prefills"])
-                    self._correction = self._correction.observe(region, predicted_s=predicted_s, real_s=real_s)
-                    if self._check is not None:
-                        self._check.observe(predicted_s=predicted_s, real_s=real_s)
+            steps = self._recorded_steps(followed.replica)
+            if self._is_in_lockstep:  # by the next time, the other ranks' steps of the same passes have been read
+                for step in steps:
+                    self.passes.add(step)
+                steps, self._unmatched = [slowest_of(one, self.beside()) for one in self._unmatched], steps
+            for step in steps:
+                self._correction = self._correction.observe(
+                    step.region, predicted_s=step.predicted_s, real_s=step.real_s
+                )
+                if self._check is not None:
+                    self._check.observe(predicted_s=step.predicted_s, real_s=step.real_s)
         elif self._check is not None and time.monotonic() - self._corrected_s > self._forget_s:
             self._check.forget()  # as in `_forget_pace`
         if self._check is not None:
@@ -357,6 +358,36 @@ class ExportedEngine:
         self._adapter_times = self._adapter_times.observe(
             num_loads=num_loads, num_activations=num_activations, extra_s=extra_s
         )
+
+    @property
+    def _is_in_lockstep(self) -> bool:
+        return self.rank is not None and self.rank.lockstep is not None
+
+    def _recorded_steps(self, replica: EngineReplica) -> list[RecordedStep]:
+        """Read the steps that have ended, with their durations by the profile."""
+        records = self._reader.new_steps()
+        steps = []
+        for start_s, real_s, sums, loads in zip(
+            records["start_s"].tolist(),
+            records["seconds"].tolist(),
+            records[list(STEP_SUMS)].tolist(),
+            records[list(ADAPTER_LOADS)].tolist(),
+            strict=True,
+        ):
+            step = dict(zip(STEP_SUMS, sums, strict=True))
+            predicted_s = replica.step_seconds(**step)
+            if predicted_s is not None and any(loads):
+                self._learn_adapter_times(real_s - predicted_s * self._correction.every.factor, *loads)
+            elif predicted_s is not None:
+                region = region_of(step["num_tokens"], step["num_decodes"], step["num_prefills"])
+                steps.append(RecordedStep(start_s, real_s, predicted_s, region))
+        return steps
+
+    def _approximations(self, engine: Engine) -> tuple[str, ...]:
+        """Return what all forecasts of an engine approximate."""
+        named = _approximations(engine)
+        knows_ranks = not self._is_in_lockstep or self.rank is None or len(self.beside()) + 1 >= self.rank.size
+        return named if knows_ranks else (*named, UNKNOWN_RANKS)
 
     def _correct_transfers(self, followed: FollowedEngine) -> None:
         """Compare the fetches that have ended with their duration by the engine's configuration."""
@@ -440,7 +471,9 @@ def _approximations(engine: Engine) -> tuple[str, ...]:
     """Return what all forecasts of an engine approximate: without the contents of its blocks, hits are unknown."""
     knows_hits = engine.tracks_blocks or not engine.config.enable_prefix_caching
     drafts = approximations_of(engine.config.speculative_method, engine.expected_drafts)
-    return (*drafts, *(() if knows_hits else (UNKNOWN_PREFIXES,)))
+    config = engine.config
+    version = approximations_of_version(config.vllm_version, speculates=bool(config.speculative_method))
+    return (*version, *drafts, *(() if knows_hits else (UNKNOWN_PREFIXES,)))
 
 
 def _engine_id(row: np.void) -> str:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -16,6 +16,8 @@ from prometheus_client import CollectorRegistry
 from predictor.config import EngineConfig
 from predictor.editable_engine import ShownRecords
 from predictor.engine_view import EndedRequest, EngineView
+from predictor.kv_events.stream import KvEventStream
+from predictor.mirror.engine_kinds import GENERIC, SGLANG, VLLM
 from predictor.mirror.events import (
     AdaptersRead,
     EngineRestarted,
@@ -28,8 +30,10 @@ from predictor.mirror.events import (
     UnknownRequestsChanged,
     VersionRead,
 )
-from predictor.mirror.mirror import EngineMirror, InconsistentModelError, MirrorOptions, NoModelError
+from predictor.mirror.mirror import EngineMirror, InconsistentModelError, NoModelError
+from predictor.mirror.models import MirrorOptions
 from predictor.mirror.scraped_metrics import parse_adapters, parse_max_model_len, parse_metrics, parse_version
+from predictor.mirror.sglang_metrics import parse_sglang_metrics
 from predictor.profile import Profile
 from predictor.request_group import Placeable
 from predictor.reserved_requests import ReportedLengths
@@ -40,7 +44,10 @@ from services.engine_state import layout
 from services.http.client import HttpClient, Origin, origin_of
 from services.http.engine_client import engine_client
 from services.http.server import answering, listening
+from services.kv_events.metrics import KvEventCollectors, KvEventMetrics
+from services.kv_events.subscriber import stream_of, subscribed
 from services.logs import log_event
+from services.predictor_server.engine_identification import identify
 from services.predictor_server.engine_source import DownError
 from services.predictor_server.metrics import MirrorMetrics
 from services.predictor_server.proxy import Proxy
@@ -56,6 +63,7 @@ log = logging.getLogger(__name__)
 SCRAPE_TIMEOUT_S = 5.0
 MODELS_S = 10.0  # after which the engine is asked again what it lists
 MAX_METRICS_BYTES = 16 * 2**20
+LOOK_S = 30.0  # between two looks whether an engine of unknown kind has become another one
 RECORDS = ShownRecords(live=layout.LIVE, facts=layout.REQUEST)
 
 
@@ -64,8 +72,15 @@ class MirroredEngine:
 
     kind = common_pb2.STATE_SOURCE_MIRRORED
 
-    def __init__(self, settings: MirrorSettings, profile: Profile, residual: str, forget_s: float) -> None:
-        """Start without any knowledge of the engine but the given settings."""
+    def __init__(
+        self,
+        settings: MirrorSettings,
+        profile: Profile,
+        residual: str,
+        forget_s: float,
+        kv_events: KvEventStream | None = None,
+    ) -> None:
+        """Start without any knowledge of the engine but the given settings, and its KV events."""
         self.lengths = ReportedLengths()
         self.observation: TrafficObservation | None = None  # that gets the events as well, while there is one
         self.config: EngineConfig | None = None  # once it is known
@@ -78,9 +93,11 @@ class MirroredEngine:
             speed=settings.speed,
             forget_s=forget_s,
             max_requests=settings.max_concurrency,
+            engine_kind=settings.engine_kind,
         )
         self._profile = profile.name
-        self._mirror = EngineMirror(options, self.lengths, time.monotonic())
+        self.kv_events = kv_events
+        self._mirror = EngineMirror(options, self.lengths, time.monotonic(), kv_events)
         self._num_names = 0
         self._shown: list[str] = []
         self._ended: list[EndedRequest] = []
@@ -89,6 +106,11 @@ class MirroredEngine:
     def num_unknown(self) -> int:
         """Return how many requests bypass the proxy."""
         return self._mirror.num_unknown
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether the tokens of prompts are of use."""
+        return self.kv_events is not None
 
     def new_name(self, request_id: str) -> str:
         """Return a unique name for a request in events."""
@@ -155,10 +177,11 @@ class MirroredEngine:
                 self._shown.append(report.request_id)
             case EndedRequest():
                 self._ended.append(report)
-            case MirrorStarted(config=config):
+            case MirrorStarted(config=config, is_update=is_update):
                 self.config = config
                 log_event(
-                    log, logging.INFO, "engine is mirrored from its traffic", profile=self._profile,
+                    log, logging.DEBUG if is_update else logging.INFO, "engine is mirrored from its traffic",
+                    profile=self._profile,
                     num_gpu_blocks=config.num_gpu_blocks, block_size=config.block_size,
                     max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens,
                     max_model_len=config.max_model_len, version=config.vllm_version,
@@ -191,7 +214,8 @@ async def mirroring(
     if settings is None:
         raise ValueError("mirror: is missing")
     origin = origin_of(settings.engine_url)
-    source = MirroredEngine(settings, profile, sidecar.residual, sidecar.forget_s)
+    stream = stream_of(settings.kv_events) if settings.kv_events.endpoint else None
+    source = MirroredEngine(settings, profile, sidecar.residual, sidecar.forget_s, stream)
     metrics = MirrorMetrics(registry, sidecar.instance_id, lambda: source.num_unknown)
     proxy = Proxy(settings, origin, source, metrics.count_reply, registry)
     tls = certificates_of(settings.tls).server_context if settings.proxy_tls else None
@@ -199,7 +223,11 @@ async def mirroring(
         port = own.getsockname()[1]
         scraping = asyncio.create_task(supervised("scraping metrics", partial(_scrape, settings, origin, source)))
         try:
-            async with answering(proxy, own, settings.drain_s, tls=tls):
+            async with AsyncExitStack() as parts:
+                if stream is not None:
+                    counts = KvEventMetrics(KvEventCollectors(registry), sidecar.instance_id, stream)
+                    await parts.enter_async_context(subscribed(settings.kv_events, stream, counts))
+                await parts.enter_async_context(answering(proxy, own, settings.drain_s, tls=tls))
                 log_event(log, logging.INFO, "proxying", engine_url=settings.engine_url, host=settings.host, port=port)
                 yield RunningMirror(source=source, proxy=proxy, port=port)
         finally:
@@ -215,22 +243,33 @@ async def _scrape(settings: MirrorSettings, origin: Origin, source: MirroredEngi
     client = engine_client()
     could_scrape, has_length = True, False
     read_again_s = 0.0
+    kind = settings.engine_kind if settings.engine_kind == VLLM else ""
+    next_look_s = 0.0
     try:
         while True:
             try:
+                if not kind or (kind == GENERIC and time.monotonic() >= next_look_s):
+                    kind, next_look_s = (
+                        await _identify(client, origin, source, settings, kind),
+                        time.monotonic() + LOOK_S,
+                    )
                 if not has_length or time.monotonic() >= read_again_s:
                     await _read_models(client, origin, source)
                     await _read_version(client, origin, source)
                     has_length, read_again_s = True, time.monotonic() + MODELS_S
-                status, body = await client.get(
-                    origin, b"/metrics", within_s=SCRAPE_TIMEOUT_S, max_bytes=MAX_METRICS_BYTES
-                )
-                if status != 200:
-                    raise ConnectionError(f"its /metrics returns {status}")
-                source.record(MetricsScraped(metrics=parse_metrics(body.decode(errors="replace"))))
                 reason = ""
+                if kind != GENERIC:
+                    parse = parse_sglang_metrics if kind == SGLANG else parse_metrics
+                    status, body = await client.get(
+                        origin, b"/metrics", within_s=SCRAPE_TIMEOUT_S, max_bytes=MAX_METRICS_BYTES
+                    )
+                    if status == 200:
+                        source.record(MetricsScraped(metrics=parse(body.decode(errors="replace"))))
+                    else:
+                        reason, has_length = f"its /metrics returns {status}", False
             except (OSError, TimeoutError, ValueError) as error:
                 reason, has_length = str(error) or type(error).__name__, False
+                kind = settings.engine_kind if settings.engine_kind == VLLM else ""  # another engine may come back
             if reason and could_scrape:
                 log_event(log, logging.WARNING, "engine's metrics cannot be scraped", reason=reason)
             elif not reason and not could_scrape:
@@ -239,6 +278,19 @@ async def _scrape(settings: MirrorSettings, origin: Origin, source: MirroredEngi
             await asyncio.sleep(settings.metrics_s)
     finally:
         client.close()
+
+
+async def _identify(
+    client: HttpClient, origin: Origin, source: MirroredEngine, settings: MirrorSettings, before: str
+) -> str:
+    """Find out the engine's kind, and report it to the mirror where it is new."""
+    event = await identify(client, origin, settings.engine_kind)
+    if event.kind != before:
+        source.record(event)
+        log_event(
+            log, logging.INFO, "engine is identified", kind=event.kind, approximated="; ".join(event.approximations)
+        )
+    return event.kind
 
 
 async def _read_models(client: HttpClient, origin: Origin, source: MirroredEngine) -> None:

@@ -131,6 +131,7 @@ class Proxy(Application):
                     priority=body.priority or 0,
                     streamed=body.stream,
                     leg=request.leg,
+                    token_ids=body.token_ids if self._mirror.reads_tokens and request.is_plain else (),
                     prompt=prompt,
                     sequence=sequence,
                     model=body.model,
@@ -138,12 +139,15 @@ class Proxy(Application):
             )
         observer = StreamObserver(self._mirror, names, form)
         if self._counts_prompts and request.to_tokenize is not None and len(self._counting) < MAX_COUNTING:
-            counting = asyncio.create_task(self._count_prompt(request.to_tokenize, headers, observer))
+            reads_tokens = self._mirror.reads_tokens and request.is_plain
+            counting = asyncio.create_task(self._count_prompt(request.to_tokenize, headers, observer, reads_tokens))
             self._counting.add(counting)
             counting.add_done_callback(self._counting.discard)
         return observer
 
-    async def _count_prompt(self, to_tokenize: Any, headers: Headers, observer: StreamObserver) -> None:
+    async def _count_prompt(
+        self, to_tokenize: Any, headers: Headers, observer: StreamObserver, reads_tokens: bool
+    ) -> None:
         """Let the engine count a prompt; the estimate stays where it does not."""
         body = json.dumps(to_tokenize).encode()
         authorization = [pair for pair in headers if pair[0] == b"authorization"]
@@ -158,11 +162,12 @@ class Proxy(Application):
             if connection.status in (404, 405):
                 self._counts_prompts = False
                 log_event(log, logging.INFO, "prompt lengths are estimated: the engine has no /tokenize")
-            count = reply_json(reply)["count"] if connection.status == 200 else None
-        except (ConnectionError, TimeoutError, ValueError, KeyError, TypeError):
+            data = reply_json(reply) if connection.status == 200 else {}
+            count = data.get("count")
+        except (ConnectionError, TimeoutError, ValueError, AttributeError):
             return
         if type(count) is int and count > 0:
-            observer.on_prompt_counted(count)
+            observer.on_prompt_counted(count, _token_ids(data) if reads_tokens else ())
 
     async def _pass_stream(self, connection: Connection, call: Call, observer: StreamObserver) -> None:
         """Pass a stream on event by event, and report its tokens."""
@@ -244,6 +249,12 @@ def _engine_error(error: Exception) -> ApiError:
     if isinstance(error, ConnectError):
         return ApiError(503, f"the engine cannot be reached: {error}")
     return ApiError(502, f"the engine failed: {error}")
+
+
+def _token_ids(data: Any) -> tuple[int, ...]:
+    """Return the tokens of a reply to /tokenize; none where it has something else."""
+    tokens = data.get("tokens")
+    return tuple(tokens) if isinstance(tokens, list) and all(type(one) is int for one in tokens) else ()
 
 
 def _reply_headers(connection: Connection) -> Headers:

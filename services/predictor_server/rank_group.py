@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from predictor.lockstep_forecast import LockstepForecaster, RankPasses
 from predictor.reserved_requests import ReportedLengths
 from services.logs import log_event
 from services.predictor_server.exported import ExportedEngine
+from services.predictor_server.pass_records import PassRecords
 
 if TYPE_CHECKING:
     from services.predictor_server.sidecar import Sidecar
@@ -38,6 +40,8 @@ class RankGroup:
         self._sidecars.append(sidecar)
         sidecar.ranks = self
         sidecar.source.lengths = self._lengths
+        if isinstance(sidecar.source, ExportedEngine):
+            sidecar.source.beside = partial(self._passes_beside, sidecar.source)
 
     def prepare(self, sidecar: Sidecar) -> None:
         """Set the forecaster of a rank in lockstep to the present steps of the others."""
@@ -91,6 +95,10 @@ class RankGroup:
             and one.rank is not None
             and one.rank.group == rank.group
         ]
+
+    def _passes_beside(self, source: ExportedEngine) -> list[PassRecords]:
+        """Return the recorded steps of the other ranks."""
+        return [one.passes for one in self._others(source)]
 
     def _followed(self, source: ExportedEngine) -> tuple[int, int] | None:
         """Bring the passes of a rank to its last view; None where its state is not known."""

@@ -9,9 +9,11 @@ from typing import Annotated, Any
 
 from predictor.config import EngineConfig
 from predictor.lengths import DEFAULT_RESIDUAL, RESIDUALS
+from predictor.mirror.engine_kinds import AUTO, ENGINE_KINDS
 from predictor.suggestions import require_known
 from services.http.client import origin_of
 from services.http.limits import HttpLimits
+from services.kv_events.settings import KvEventSettings
 from services.predictor_server.profile_watch_settings import ProfileWatchSettings
 from services.security.exposure import require_tls_beyond_loopback
 from services.security.settings import NO_TLS, TlsSettings
@@ -46,6 +48,15 @@ class MirrorSettings:
             name="count_prompts",
         ),
     ] = True
+    engine_kind: Annotated[
+        str,
+        Option(
+            "What a mirrored engine is; auto finds out by its replies, and takes one of unknown kind for generic, "
+            "whose few parameters are learnt from its traffic.",
+            choices=ENGINE_KINDS,
+        ),
+    ] = AUTO
+    kv_events: Annotated[KvEventSettings, Nested()] = field(default_factory=KvEventSettings)
     http: Annotated[HttpLimits, Nested()] = field(default_factory=HttpLimits)
     metrics_s: float = 0.5
     max_concurrency: int = 1024
@@ -69,6 +80,9 @@ class MirrorSettings:
             if not (math.isfinite(value) and value > 0):
                 raise ValueError(f"{name}: must be above 0, not {value}")
         EngineConfig(**self.engine)
+        if self.engine_kind not in ENGINE_KINDS:
+            raise ValueError(f"engine_kind: {self.engine_kind!r} is none of {', '.join(ENGINE_KINDS)}")
+        self.kv_events.require_local(insecure=self.tls.insecure)
         if self.max_concurrency < 1:
             raise ValueError(f"max_concurrency: must be at least 1, not {self.max_concurrency}")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -147,6 +147,8 @@ class Sidecar:
             forecasts: Sequence[Forecast | Refusal] = await self._simulate(view, hashed, delays=delays)
         except ValueError:  # one of them does not fit, so each by itself
             forecasts = [await self._forecast_or_refuse(view, one, delays=delays) for one in hashed]
+        if (offloaded := view.offloaded_hits) is not None:
+            forecasts = [_with_offloaded(*pair, offloaded, view) for pair in zip(forecasts, hashed, strict=True)]
         rate, transit = view.clock_rate, view.transit
         return [one if isinstance(one, Refusal) else to_wall_clock(one, rate, transit) for one in forecasts]
 
@@ -248,6 +250,20 @@ def _shortened(request: RequestFacts) -> RequestFacts:
         return request
     hashes = tuple(short_hash(bytes.fromhex(str(name))) for name in request.prefix_hashes)
     return replace(request, prefix_hashes=hashes)
+
+
+def _with_offloaded(
+    forecast: Forecast | Refusal, request: Placeable, offloaded: Callable[[Sequence[int]], int], view: EngineView
+) -> Forecast | Refusal:
+    """Add to a forecast how much of the prompt is on off-loading tiers."""
+    if isinstance(forecast, Refusal):
+        return forecast
+    size = view.engine.config.block_size
+    members = request.members if isinstance(request, RequestGroup) else (request,)
+    num_blocks = sum(
+        offloaded([int(name) for name in one.prefix_hashes[: (one.prompt_tokens - 1) // size]]) for one in members
+    )
+    return replace(forecast, offloaded_hit_tokens=num_blocks * size)
 
 
 def to_wall_clock(forecast: Forecast, clock_rate: float, transit: Transit = NO_TRANSIT) -> Forecast:

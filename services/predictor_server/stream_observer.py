@@ -21,6 +21,8 @@ from services.http.sse import data_of
 TAG_TOKENS, TAG_SPREAD = "block_tag_tokens", "block_tag_spread"
 CHAT_FIELDS = ("tools", "chat_template", "chat_template_kwargs", "add_generation_prompt")  # that change the prompt
 
+SALTED_FIELDS = ("cache_salt", "mm_processor_kwargs", "prompt_embeds")  # that are a part of the names of KV blocks
+
 # In JSON texts a quotation mark is escaped, so these cannot match inside an answer's own text.
 _USAGE = re.compile(rb'"completion_tokens"\s*:\s*(\d{1,9})\b')
 _ROLE_ONLY = re.compile(rb'"delta"\s*:\s*\{[^{}]*"role"\s*:[^{}]*"content"\s*:\s*(?:""|null)')
@@ -38,6 +40,7 @@ class ProxiedRequest:
     tag: Tag | None
     to_tokenize: Mapping[str, Any] | None  # the body for the engine's /tokenize; None if there is nothing to count
     leg: str = SERVE
+    is_plain: bool = True  # nothing but its tokens decides which cached blocks it can use
 
     @property
     def num_requests(self) -> int:
@@ -64,6 +67,7 @@ def parse_request(endpoint: EngineEndpoint, body: bytes, content_type: bytes = b
         tag=_tag(data, parsed),
         to_tokenize=_to_tokenize(data, parsed),
         leg=leg_of(data.get(KV_TRANSFER_PARAMS)),
+        is_plain=not any(data.get(name) is not None for name in SALTED_FIELDS),
     )
 
 
@@ -171,6 +175,10 @@ class EventSink(Protocol):
     def record(self, event: MirrorEvent) -> None:
         """Take an event that happens now."""
 
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether the tokens of prompts are of use."""
+
 
 class StreamObserver:
     """Reports the reply to one completion request, which may be several requests of the engine."""
@@ -197,11 +205,11 @@ class StreamObserver:
         """How many tokens the engine has counted at least where its reply counts none: one for each request."""
         return len(self._names) if self.form is POOLING_FORMAT else 0
 
-    def on_prompt_counted(self, prompt_tokens: int) -> None:
-        """Report the length of the prompt, unless the request has ended."""
+    def on_prompt_counted(self, prompt_tokens: int, token_ids: tuple[int, ...] = ()) -> None:
+        """Report the length of the prompt and its tokens, unless the request has ended."""
         if not self._has_ended:
             for name in self._open.values():
-                self._sink.record(PromptCounted(name=name, prompt_tokens=prompt_tokens))
+                self._sink.record(PromptCounted(name=name, prompt_tokens=prompt_tokens, token_ids=token_ids))
 
     def on_events(self, events: bytes) -> None:
         """Report the tokens of some events of a stream, which may be of several choices."""

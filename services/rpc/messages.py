@@ -261,6 +261,7 @@ def forecast_from(message: common_pb2.Forecast) -> Forecast:
         least_slack_s=_delay(message, "least_slack_s"),
         unmeasured=_unmeasured(message),
         approximations=_approximations(message) if message.approximations else (),
+        offloaded_hit_tokens=message.offloaded_hit_tokens,
     )
 
 
@@ -330,6 +331,7 @@ def forecast_message(forecast: Forecast) -> common_pb2.Forecast:
         least_slack_s=forecast.least_slack_s,
         unmeasured=forecast.unmeasured,
         approximations=forecast.approximations,
+        offloaded_hit_tokens=forecast.offloaded_hit_tokens,
     )
 
 

@@ -17,9 +17,9 @@ from tests.conformance.ours import ONE_SECOND, our_requests
 from tests.conformance.workloads import workload
 
 
-def spec_workload(seed: int, method: str = "") -> dict[str, Any]:
+def spec_workload(seed: int, method: str = "", vllm_version: str = "") -> dict[str, Any]:
     """Draw one engine with speculative decoding, and its requests; the same seed always gives the same workload."""
-    load = workload(seed)
+    load = workload(seed, vllm_version)
     rng = Random(f"speculation {seed}")
     engine = load["engine"]
     engine["speculative_method"] = method or rng.choice(tuple(METHODS))

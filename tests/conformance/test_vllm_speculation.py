@@ -1,4 +1,4 @@
-"""Compares the engine model with vLLM 0.32's scheduler classes with speculative decoding, at every step."""
+"""Compares the engine model with vLLM's scheduler classes with speculative decoding, at every step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from predictor.speculation import METHODS
 from tests.conformance import drafts
 from tests.conformance.compare import first_difference
 from tests.conformance.spec_workloads import our_steps, spec_workload
-from tests.conformance.vllm_side import interpreter, spec_traces
+from tests.conformance.vllm_side import interpreter, spec_traces, version
 from tests.oracle import vllm_v1
 
 pytestmark = pytest.mark.vllm
@@ -36,7 +36,7 @@ def traced() -> Traced:
     if not interpreter().exists():
         pytest.skip(f"no vLLM at {interpreter()}: `make vllm`, or set BLOCK_VLLM_PYTHON")
     runs = int(os.environ.get("BLOCK_SPECULATION_RUNS", RUNS_PER_METHOD))
-    workloads = [spec_workload(seed, method) for method in METHODS for seed in range(runs)]
+    workloads = [spec_workload(seed, method, version()) for method in METHODS for seed in range(runs)]
     return list(zip(workloads, spec_traces(workloads), strict=True))
 
 

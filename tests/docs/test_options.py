@@ -30,7 +30,8 @@ FLAG = re.compile(r"(?<![\w-])(?:--[a-z][\w-]*|-[a-z]\b)")
 # Flags of other programs, which pages name too.
 OTHERS = {
     "--dist",  # pytest-xdist
-    "--scheduler-cls", "--shutdown-timeout",  # vLLM
+    "--scheduler-cls", "--shutdown-timeout", "--max-num-active-seqs", "--data-parallel-rank", "--dp-sync-interval",
+    "--data-parallel-external-lb", "--data-parallel-multi-port-external-lb", "--prefill-schedule-interval",  # vLLM
     "--build", "--build-arg", "--enable-feature", "--host", "--no-deps",
     "--k8s-label-selector", "--k8s-port", "--k8s-namespace", "--static-backends",  # production-stack's router
 }  # fmt: skip

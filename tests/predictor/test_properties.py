@@ -122,7 +122,10 @@ class Book:
         total = sum(record.scheduled.values())
         if settings.batcher in MAY_EXCEED_BUDGET:
             total -= max(record.scheduled.values(), default=0)
-        assert total <= settings.max_num_batched_tokens
+        budget = settings.max_num_batched_tokens
+        if settings.batcher == "sglang":  # its budget is for prefills: all running requests decode
+            budget = max(settings.max_model_len, budget) + settings.max_num_seqs
+        assert total <= budget
         for name in record.preempted:
             self.lost[name] += self.life.pop(name)
         for name, tokens in record.scheduled.items():

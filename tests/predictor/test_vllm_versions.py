@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from predictor.config import EngineConfig
-from predictor.vllm_versions import DEFAULT, RULES, release_of, rules_for
+from predictor.vllm_versions import DEFAULT, RULES, approximations_of, release_of, rules_for
 
 
 @pytest.mark.parametrize(
@@ -33,6 +33,16 @@ def test_rules_are_those_of_the_release_or_of_the_nearest(
     assert (chosen.release, chosen.is_exact) == (release, is_exact)
     assert chosen.rules is RULES[release]
     assert release_of(chosen.name) == release
+
+
+def test_the_nearest_rules_are_an_approximation() -> None:
+    """Forecasts name it; those of a known version have none."""
+    unknown = "vLLM 0.34 is not known, and is forecast by the rules of 0.33"
+    drafts = "speculative decoding of vLLM 0.33 is forecast by the rules of 0.32"
+    assert approximations_of("0.34.1+cpu", speculates=False) == (unknown,)
+    assert approximations_of("0.34.1+cpu", speculates=True) == (unknown, drafts)
+    assert approximations_of("0.33.1", speculates=True) == (drafts,)
+    assert approximations_of("0.33.1", speculates=False) == approximations_of("", speculates=True) == ()
 
 
 def test_each_release_differs_only_where_it_is_said() -> None:

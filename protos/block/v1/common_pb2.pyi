@@ -650,6 +650,7 @@ class Forecast(_message.Message):
     LEAST_SLACK_S_FIELD_NUMBER: _builtins.int
     UNMEASURED_FIELD_NUMBER: _builtins.int
     APPROXIMATIONS_FIELD_NUMBER: _builtins.int
+    OFFLOADED_HIT_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     ttft_s: _builtins.float
     """to the first token"""
@@ -689,6 +690,8 @@ class Forecast(_message.Message):
     """the least time to its deadline at which a token comes, of any request whose"""
     unmeasured: _builtins.float
     """The share of its time in steps whose batches lie outside of what the profile of the engine measured, from 0 to 1."""
+    offloaded_hit_tokens: _builtins.int
+    """of its prompt, on an off-loading tier behind the prefix hits"""
     @_builtins.property
     def approximations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """What it only approximates, each in one sentence for people; at most 16."""
@@ -715,10 +718,11 @@ class Forecast(_message.Message):
         least_slack_s: _builtins.float | None = ...,
         unmeasured: _builtins.float = ...,
         approximations: _abc.Iterable[_builtins.str] | None = ...,
+        offloaded_hit_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_attained", b"_attained", "_delay_sum_s", b"_delay_sum_s", "_delay_worst_s", b"_delay_worst_s", "_fetched_s", b"_fetched_s", "_gain_after", b"_gain_after", "_gain_before", b"_gain_before", "_least_slack_s", b"_least_slack_s", "_others_missed", b"_others_missed", "_others_preempted", b"_others_preempted", "attained", b"attained", "delay_sum_s", b"delay_sum_s", "delay_worst_s", b"delay_worst_s", "fetched_s", b"fetched_s", "gain_after", b"gain_after", "gain_before", b"gain_before", "least_slack_s", b"least_slack_s", "others_missed", b"others_missed", "others_preempted", b"others_preempted"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_attained", b"_attained", "_delay_sum_s", b"_delay_sum_s", "_delay_worst_s", b"_delay_worst_s", "_fetched_s", b"_fetched_s", "_gain_after", b"_gain_after", "_gain_before", b"_gain_before", "_least_slack_s", b"_least_slack_s", "_others_missed", b"_others_missed", "_others_preempted", b"_others_preempted", "approximations", b"approximations", "attained", b"attained", "delay_sum_s", b"delay_sum_s", "delay_worst_s", b"delay_worst_s", "e2e_s", b"e2e_s", "fetched_s", b"fetched_s", "gain_after", b"gain_after", "gain_before", b"gain_before", "least_slack_s", b"least_slack_s", "num_preemptions", b"num_preemptions", "others_missed", b"others_missed", "others_preempted", b"others_preempted", "output_tokens", b"output_tokens", "prefix_hit_tokens", b"prefix_hit_tokens", "queue_s", b"queue_s", "request_id", b"request_id", "tpot_s", b"tpot_s", "ttft_s", b"ttft_s", "unmeasured", b"unmeasured"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_attained", b"_attained", "_delay_sum_s", b"_delay_sum_s", "_delay_worst_s", b"_delay_worst_s", "_fetched_s", b"_fetched_s", "_gain_after", b"_gain_after", "_gain_before", b"_gain_before", "_least_slack_s", b"_least_slack_s", "_others_missed", b"_others_missed", "_others_preempted", b"_others_preempted", "approximations", b"approximations", "attained", b"attained", "delay_sum_s", b"delay_sum_s", "delay_worst_s", b"delay_worst_s", "e2e_s", b"e2e_s", "fetched_s", b"fetched_s", "gain_after", b"gain_after", "gain_before", b"gain_before", "least_slack_s", b"least_slack_s", "num_preemptions", b"num_preemptions", "offloaded_hit_tokens", b"offloaded_hit_tokens", "others_missed", b"others_missed", "others_preempted", b"others_preempted", "output_tokens", b"output_tokens", "prefix_hit_tokens", b"prefix_hit_tokens", "queue_s", b"queue_s", "request_id", b"request_id", "tpot_s", b"tpot_s", "ttft_s", b"ttft_s", "unmeasured", b"unmeasured"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__attained: _TypeAlias = _typing.Literal["attained"]  # noqa: Y015
     _WhichOneofArgType__attained: _TypeAlias = _typing.Literal["_attained", b"_attained"]  # noqa: Y015
@@ -811,6 +815,7 @@ class Indicators(_message.Message):
     DECODE_STEP_S_FIELD_NUMBER: _builtins.int
     QUEUED_PREFILL_S_FIELD_NUMBER: _builtins.int
     LEAST_TPOT_SLO_S_FIELD_NUMBER: _builtins.int
+    NUM_OFFLOADED_BLOCKS_FIELD_NUMBER: _builtins.int
     ACTIVE_ADAPTERS_FIELD_NUMBER: _builtins.int
     CACHED_ADAPTERS_FIELD_NUMBER: _builtins.int
     MAX_LORAS_FIELD_NUMBER: _builtins.int
@@ -869,6 +874,8 @@ class Indicators(_message.Message):
     """to compute queued_prefill_tokens, beside what such a step takes"""
     least_tpot_slo_s: _builtins.float
     """the shortest target of the requests that have missed no deadline; infinite without one"""
+    num_offloaded_blocks: _builtins.int
+    """on off-loading tiers of the KV cache, known from the engine's KV events"""
     max_loras: _builtins.int
     """in GPU memory at most; absent: the engine serves none, as far as is known"""
     num_adapters: _builtins.int
@@ -914,15 +921,16 @@ class Indicators(_message.Message):
         decode_step_s: _builtins.float | None = ...,
         queued_prefill_s: _builtins.float | None = ...,
         least_tpot_slo_s: _builtins.float | None = ...,
+        num_offloaded_blocks: _builtins.int | None = ...,
         active_adapters: _abc.Iterable[_builtins.int] | None = ...,
         cached_adapters: _abc.Iterable[_builtins.int] | None = ...,
         max_loras: _builtins.int | None = ...,
         num_adapters: _builtins.int | None = ...,
         more: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_context_tokens", b"_context_tokens", "_decode_step_s", b"_decode_step_s", "_drained_s", b"_drained_s", "_kv_hit_ratio", b"_kv_hit_ratio", "_least_tpot_slo_s", b"_least_tpot_slo_s", "_max_loras", b"_max_loras", "_num_adapters", b"_num_adapters", "_num_fetching", b"_num_fetching", "_num_finished_total", b"_num_finished_total", "_num_free_blocks", b"_num_free_blocks", "_num_held_blocks", b"_num_held_blocks", "_num_preemptions_total", b"_num_preemptions_total", "_num_reserved", b"_num_reserved", "_num_reserved_blocks", b"_num_reserved_blocks", "_num_running", b"_num_running", "_num_total_blocks", b"_num_total_blocks", "_num_waiting", b"_num_waiting", "_num_waiting_blocks", b"_num_waiting_blocks", "_pace", b"_pace", "_queued_prefill_s", b"_queued_prefill_s", "_queued_prefill_tokens", b"_queued_prefill_tokens", "_remaining_tokens", b"_remaining_tokens", "_requests_per_minute", b"_requests_per_minute", "_step_s", b"_step_s", "context_tokens", b"context_tokens", "decode_step_s", b"decode_step_s", "drained_s", b"drained_s", "kv_hit_ratio", b"kv_hit_ratio", "least_tpot_slo_s", b"least_tpot_slo_s", "max_loras", b"max_loras", "num_adapters", b"num_adapters", "num_fetching", b"num_fetching", "num_finished_total", b"num_finished_total", "num_free_blocks", b"num_free_blocks", "num_held_blocks", b"num_held_blocks", "num_preemptions_total", b"num_preemptions_total", "num_reserved", b"num_reserved", "num_reserved_blocks", b"num_reserved_blocks", "num_running", b"num_running", "num_total_blocks", b"num_total_blocks", "num_waiting", b"num_waiting", "num_waiting_blocks", b"num_waiting_blocks", "pace", b"pace", "queued_prefill_s", b"queued_prefill_s", "queued_prefill_tokens", b"queued_prefill_tokens", "remaining_tokens", b"remaining_tokens", "requests_per_minute", b"requests_per_minute", "step_s", b"step_s"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_context_tokens", b"_context_tokens", "_decode_step_s", b"_decode_step_s", "_drained_s", b"_drained_s", "_kv_hit_ratio", b"_kv_hit_ratio", "_least_tpot_slo_s", b"_least_tpot_slo_s", "_max_loras", b"_max_loras", "_num_adapters", b"_num_adapters", "_num_fetching", b"_num_fetching", "_num_finished_total", b"_num_finished_total", "_num_free_blocks", b"_num_free_blocks", "_num_held_blocks", b"_num_held_blocks", "_num_offloaded_blocks", b"_num_offloaded_blocks", "_num_preemptions_total", b"_num_preemptions_total", "_num_reserved", b"_num_reserved", "_num_reserved_blocks", b"_num_reserved_blocks", "_num_running", b"_num_running", "_num_total_blocks", b"_num_total_blocks", "_num_waiting", b"_num_waiting", "_num_waiting_blocks", b"_num_waiting_blocks", "_pace", b"_pace", "_queued_prefill_s", b"_queued_prefill_s", "_queued_prefill_tokens", b"_queued_prefill_tokens", "_remaining_tokens", b"_remaining_tokens", "_requests_per_minute", b"_requests_per_minute", "_step_s", b"_step_s", "context_tokens", b"context_tokens", "decode_step_s", b"decode_step_s", "drained_s", b"drained_s", "kv_hit_ratio", b"kv_hit_ratio", "least_tpot_slo_s", b"least_tpot_slo_s", "max_loras", b"max_loras", "num_adapters", b"num_adapters", "num_fetching", b"num_fetching", "num_finished_total", b"num_finished_total", "num_free_blocks", b"num_free_blocks", "num_held_blocks", b"num_held_blocks", "num_offloaded_blocks", b"num_offloaded_blocks", "num_preemptions_total", b"num_preemptions_total", "num_reserved", b"num_reserved", "num_reserved_blocks", b"num_reserved_blocks", "num_running", b"num_running", "num_total_blocks", b"num_total_blocks", "num_waiting", b"num_waiting", "num_waiting_blocks", b"num_waiting_blocks", "pace", b"pace", "queued_prefill_s", b"queued_prefill_s", "queued_prefill_tokens", b"queued_prefill_tokens", "remaining_tokens", b"remaining_tokens", "requests_per_minute", b"requests_per_minute", "step_s", b"step_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_context_tokens", b"_context_tokens", "_decode_step_s", b"_decode_step_s", "_drained_s", b"_drained_s", "_kv_hit_ratio", b"_kv_hit_ratio", "_least_tpot_slo_s", b"_least_tpot_slo_s", "_max_loras", b"_max_loras", "_num_adapters", b"_num_adapters", "_num_fetching", b"_num_fetching", "_num_finished_total", b"_num_finished_total", "_num_free_blocks", b"_num_free_blocks", "_num_held_blocks", b"_num_held_blocks", "_num_preemptions_total", b"_num_preemptions_total", "_num_reserved", b"_num_reserved", "_num_reserved_blocks", b"_num_reserved_blocks", "_num_running", b"_num_running", "_num_total_blocks", b"_num_total_blocks", "_num_waiting", b"_num_waiting", "_num_waiting_blocks", b"_num_waiting_blocks", "_pace", b"_pace", "_queued_prefill_s", b"_queued_prefill_s", "_queued_prefill_tokens", b"_queued_prefill_tokens", "_remaining_tokens", b"_remaining_tokens", "_requests_per_minute", b"_requests_per_minute", "_step_s", b"_step_s", "active_adapters", b"active_adapters", "age_s", b"age_s", "cached_adapters", b"cached_adapters", "context_tokens", b"context_tokens", "decode_step_s", b"decode_step_s", "drained_s", b"drained_s", "kv_hit_ratio", b"kv_hit_ratio", "least_tpot_slo_s", b"least_tpot_slo_s", "max_loras", b"max_loras", "more", b"more", "num_adapters", b"num_adapters", "num_fetching", b"num_fetching", "num_finished_total", b"num_finished_total", "num_free_blocks", b"num_free_blocks", "num_held_blocks", b"num_held_blocks", "num_preemptions_total", b"num_preemptions_total", "num_reserved", b"num_reserved", "num_reserved_blocks", b"num_reserved_blocks", "num_running", b"num_running", "num_total_blocks", b"num_total_blocks", "num_waiting", b"num_waiting", "num_waiting_blocks", b"num_waiting_blocks", "pace", b"pace", "queued_prefill_s", b"queued_prefill_s", "queued_prefill_tokens", b"queued_prefill_tokens", "remaining_tokens", b"remaining_tokens", "requests_per_minute", b"requests_per_minute", "source", b"source", "step_s", b"step_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_context_tokens", b"_context_tokens", "_decode_step_s", b"_decode_step_s", "_drained_s", b"_drained_s", "_kv_hit_ratio", b"_kv_hit_ratio", "_least_tpot_slo_s", b"_least_tpot_slo_s", "_max_loras", b"_max_loras", "_num_adapters", b"_num_adapters", "_num_fetching", b"_num_fetching", "_num_finished_total", b"_num_finished_total", "_num_free_blocks", b"_num_free_blocks", "_num_held_blocks", b"_num_held_blocks", "_num_offloaded_blocks", b"_num_offloaded_blocks", "_num_preemptions_total", b"_num_preemptions_total", "_num_reserved", b"_num_reserved", "_num_reserved_blocks", b"_num_reserved_blocks", "_num_running", b"_num_running", "_num_total_blocks", b"_num_total_blocks", "_num_waiting", b"_num_waiting", "_num_waiting_blocks", b"_num_waiting_blocks", "_pace", b"_pace", "_queued_prefill_s", b"_queued_prefill_s", "_queued_prefill_tokens", b"_queued_prefill_tokens", "_remaining_tokens", b"_remaining_tokens", "_requests_per_minute", b"_requests_per_minute", "_step_s", b"_step_s", "active_adapters", b"active_adapters", "age_s", b"age_s", "cached_adapters", b"cached_adapters", "context_tokens", b"context_tokens", "decode_step_s", b"decode_step_s", "drained_s", b"drained_s", "kv_hit_ratio", b"kv_hit_ratio", "least_tpot_slo_s", b"least_tpot_slo_s", "max_loras", b"max_loras", "more", b"more", "num_adapters", b"num_adapters", "num_fetching", b"num_fetching", "num_finished_total", b"num_finished_total", "num_free_blocks", b"num_free_blocks", "num_held_blocks", b"num_held_blocks", "num_offloaded_blocks", b"num_offloaded_blocks", "num_preemptions_total", b"num_preemptions_total", "num_reserved", b"num_reserved", "num_reserved_blocks", b"num_reserved_blocks", "num_running", b"num_running", "num_total_blocks", b"num_total_blocks", "num_waiting", b"num_waiting", "num_waiting_blocks", b"num_waiting_blocks", "pace", b"pace", "queued_prefill_s", b"queued_prefill_s", "queued_prefill_tokens", b"queued_prefill_tokens", "remaining_tokens", b"remaining_tokens", "requests_per_minute", b"requests_per_minute", "source", b"source", "step_s", b"step_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__context_tokens: _TypeAlias = _typing.Literal["context_tokens"]  # noqa: Y015
     _WhichOneofArgType__context_tokens: _TypeAlias = _typing.Literal["_context_tokens", b"_context_tokens"]  # noqa: Y015
@@ -946,6 +954,8 @@ class Indicators(_message.Message):
     _WhichOneofArgType__num_free_blocks: _TypeAlias = _typing.Literal["_num_free_blocks", b"_num_free_blocks"]  # noqa: Y015
     _WhichOneofReturnType__num_held_blocks: _TypeAlias = _typing.Literal["num_held_blocks"]  # noqa: Y015
     _WhichOneofArgType__num_held_blocks: _TypeAlias = _typing.Literal["_num_held_blocks", b"_num_held_blocks"]  # noqa: Y015
+    _WhichOneofReturnType__num_offloaded_blocks: _TypeAlias = _typing.Literal["num_offloaded_blocks"]  # noqa: Y015
+    _WhichOneofArgType__num_offloaded_blocks: _TypeAlias = _typing.Literal["_num_offloaded_blocks", b"_num_offloaded_blocks"]  # noqa: Y015
     _WhichOneofReturnType__num_preemptions_total: _TypeAlias = _typing.Literal["num_preemptions_total"]  # noqa: Y015
     _WhichOneofArgType__num_preemptions_total: _TypeAlias = _typing.Literal["_num_preemptions_total", b"_num_preemptions_total"]  # noqa: Y015
     _WhichOneofReturnType__num_reserved: _TypeAlias = _typing.Literal["num_reserved"]  # noqa: Y015
@@ -994,6 +1004,8 @@ class Indicators(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__num_free_blocks) -> _WhichOneofReturnType__num_free_blocks | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__num_held_blocks) -> _WhichOneofReturnType__num_held_blocks | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_offloaded_blocks) -> _WhichOneofReturnType__num_offloaded_blocks | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__num_preemptions_total) -> _WhichOneofReturnType__num_preemptions_total | None: ...
     @_typing.overload

@@ -21,7 +21,8 @@ from predictor.mirror.events import (
     TokensReceived,
     UnknownRequestsChanged,
 )
-from predictor.mirror.mirror import SURPLUS_SCRAPES, EngineMirror, InconsistentModelError, MirrorOptions, NoModelError
+from predictor.mirror.mirror import SURPLUS_SCRAPES, EngineMirror, InconsistentModelError, NoModelError
+from predictor.mirror.models import MirrorOptions
 from predictor.mirror.scraped_metrics import ScrapedMetrics
 from predictor.mirror.unknown_requests import NUM_SCRAPES
 from predictor.request import RequestFacts

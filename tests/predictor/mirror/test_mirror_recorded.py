@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from predictor.mirror.events import MetricsScraped, RequestArrived, RequestEnded, TokensReceived
-from predictor.mirror.mirror import EngineMirror, MirrorOptions
+from predictor.mirror.mirror import EngineMirror
+from predictor.mirror.models import MirrorOptions
 from predictor.mirror.scraped_metrics import ScrapedMetrics
 from predictor.profile import profile_from_dict
 from predictor.request import RequestFacts

@@ -60,6 +60,13 @@ def test_a_request_goes_to_the_rank_that_its_header_names(tmp_path: Path) -> Non
     assert not list(tmp_path.iterdir())  # its state files are gone
 
 
+def test_all_responses_of_a_request_are_of_the_rank_that_it_names(tmp_path: Path) -> None:
+    """Each is a request of the engine."""
+    with emulated(tmp_path, data_parallel_size=2) as engine:
+        assert len(complete(engine.client, 1, n=3).json()["choices"]) == 3
+        assert num_served(engine) == [0, 3]
+
+
 @pytest.mark.parametrize(("ranks", "rank"), [(RANKS, RANKS), (RANKS, -1), (1, 1)])
 def test_a_rank_out_of_range_is_refused_as_by_vllm(tmp_path: Path, ranks: int, rank: int) -> None:
     """With one line that has the range."""

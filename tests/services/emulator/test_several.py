@@ -52,7 +52,9 @@ def test_streams_interleave_responses(engine: Emulated, path: str) -> None:
     chat = "chat" in path
     body = {**(CHAT if chat else {"prompt": "Hello"}), "n": 3, "max_tokens": 20, "ignore_eos": True, "stream": True}
     body["stream_options"] = {"include_usage": True}
+    engine.set_faults(slow=200.0)  # or several steps end at once
     *data, usage = events(engine.client.post(path, json=body).text)
+    engine.set_faults()
     texts: dict[int, str] = defaultdict(str)
     reasons: dict[int, str] = {}
     order = []

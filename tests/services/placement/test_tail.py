@@ -34,7 +34,7 @@ def registry_of(num: int) -> Iterator[tuple[InstanceRegistry, Tail]]:
             for n in range(num)
         )
     )
-    yield registry, Tail(registry, DecisionLog(), metrics.registry, dict)
+    yield registry, Tail(registry, DecisionLog(4096), metrics.registry, dict)
 
 
 async def next_frame(reader: TailReader) -> dict[str, Any]:

@@ -280,16 +280,19 @@ def test_an_engine_that_is_upgraded_returns_with_the_rules_of_its_version(
 
     async def test() -> None:
         async with sidecar_of(path) as client:
-            ttft_s = {}
+            ttft_s, named = {}, {}
             for version in ("0.30.0", "0.31.0", "0.34.0"):
                 config = replace(CONFIG, long_prefill_token_threshold=20, vllm_version=version)
                 writer = idle_engine(path, config)
                 await client.until(lambda response: response.state == READY)
-                ttft_s[version] = (await client.forecast(request("x", 200, 1))).ttft_s
+                forecast = await client.forecast(request("x", 200, 1))
+                ttft_s[version], named[version] = forecast.ttft_s, list(forecast.approximations)
                 writer.close()
                 await client.until(lambda response: response.state in (STARTING, DOWN))
             assert ttft_s["0.30.0"] > 5 * ttft_s["0.31.0"]
             assert ttft_s["0.34.0"] == pytest.approx(ttft_s["0.31.0"])
+            assert named["0.31.0"] == []
+            assert named["0.34.0"] == ["vLLM 0.34 is not known, and is forecast by the rules of 0.33"]
 
     with caplog.at_level("WARNING"):
         run(test())

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
+from predictor.approximations import REBUILT_STATE
 from predictor.config import EngineConfig
 from predictor.request import RequestFacts
 from protos.block.v1 import common_pb2
@@ -195,6 +196,36 @@ def test_a_reservation_ends_when_its_request_passes_the_proxy(tmp_path: Path) ->
             assert rpc.sample("block_forecast_error_ratio_sum", quantity="output_tokens") == 0
 
     with emulated(tmp_path, CONFIG, state_file="", speed=20.0) as engine:
+        run(test(engine))
+
+
+def test_all_responses_of_a_request_are_mirrored(tmp_path: Path) -> None:
+    """Their reservation ends when they pass the proxy; each runs in the model until its own end."""
+
+    async def test(engine: Emulated) -> None:
+        async with mirror_of(url_of(engine), speed=2.0) as client:
+            rpc = client.rpc
+            await rpc.until(lambda response: response.state == READY)
+            asked = request("mine", 40, 60, num_sequences=2, num_prompts=2)
+            asked.prompts.extend([common_pb2.Prompt(prompt_tokens=20), common_pb2.Prompt(prompt_tokens=20)])
+            forecast = await rpc.forecast(asked)
+            assert forecast.output_tokens == 240
+            assert REBUILT_STATE in forecast.approximations
+            await rpc.reserve(asked, forecast=forecast)
+            assert (await rpc.predict()).indicators.num_reserved == 4
+            body = {"prompt": ["a", "b"], "n": 2, "max_tokens": 60, "ignore_eos": True, "stream": True}
+            asking = asyncio.create_task(
+                client.http.post("/v1/completions", json=body, headers={"x-request-id": "mine"})
+            )
+            shown = await rpc.until(lambda response: response.indicators.num_running == 4)
+            assert shown.indicators.num_reserved == 0
+            assert (await asking).status_code == 200
+            await rpc.until(lambda response: response.indicators.num_running == 0)
+            await client.until(lambda: rpc.sample("block_forecast_error_ratio_count", quantity="e2e") == 1)
+            assert rpc.sample("block_forecast_error_ratio_sum", quantity="output_tokens") == 0
+            assert rpc.sidecar.snapshot().reserved == ()
+
+    with emulated(tmp_path, CONFIG, state_file="", speed=2.0) as engine:
         run(test(engine))
 
 

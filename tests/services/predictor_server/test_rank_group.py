@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from predictor.approximations import UNKNOWN_RANKS
 from predictor.data_parallel import DataParallelRank, LockstepRules
+from predictor.step_time import step_seconds, tabulate
 from protos.block.v1 import common_pb2, predictor_pb2
 from services.engine_state.writer import Writer
 from tests.services.engine_state.files import CONFIG, busy
-from tests.services.predictor_server.running_sidecars import NEVER_S, READY, NodeClient, node_of, request, run
+from tests.services.predictor_server.running_sidecars import A30, NEVER_S, READY, NodeClient, node_of, request, run
 from tests.services.waiting import until
 
 LOCKSTEP = LockstepRules()
@@ -80,6 +82,49 @@ def test_a_request_that_another_rank_shows_is_reserved_no_longer(tmp_path: Path)
         finally:
             r0.close()
             r1.close()
+
+    run(test())
+
+
+def test_the_pace_is_that_of_the_slowest_rank(tmp_path: Path) -> None:
+    """A rank with short steps is not slower than its profile, although its passes take as long as the other's."""
+    costs = tabulate(A30.step_time, 600, 8)
+    long_s = 1.2 * float(step_seconds(costs, 200, 8, 0, 0.0, 1, 40_000.0, 0.0, 0.0))
+
+    async def test() -> None:
+        files = {"r0": tmp_path / "r0", "r1": tmp_path / "r1"}
+        slow, quick = (rank_at(files[name], number) for number, name in enumerate(files))
+        try:
+            async with node_of(files, stall_s=NEVER_S) as node:
+                await until(lambda: all(one.source.current() for one in node.sidecars))  # type: ignore[attr-defined]
+                for number in range(40):
+                    start_s = number * long_s
+                    slow.add_step((number, start_s, long_s, 200, 8, 0, 1, 0, 0, 40_000.0, 0.0))
+                    quick.add_step((number, start_s, long_s, 1, 1, 1, 0, 10, 10, 0.0, 0.0))
+                    for writer in (slow, quick):
+                        writer.publish()
+                    await until(lambda: all(len(one.source.passes) > number for one in node.sidecars))  # type: ignore[attr-defined]  # noqa: B023
+                paces = [one.source.current().counters["pace"] for one in node.sidecars]  # type: ignore[attr-defined]
+                assert paces == pytest.approx([1.2, 1.2], rel=0.05)
+        finally:
+            slow.close()
+            quick.close()
+
+    run(test())
+
+
+def test_a_rank_whose_others_are_elsewhere_says_so(tmp_path: Path) -> None:
+    """Its forecasts leave them out, which explanations name."""
+
+    async def test() -> None:
+        files = {"r0": tmp_path / "r0", "other": tmp_path / "other"}
+        writers = [idle(rank_at(files["r0"], 0)), idle(rank_at(files["other"], 1, group="elsewhere"))]
+        try:
+            async with node_of(files, stall_s=NEVER_S) as node:
+                assert UNKNOWN_RANKS in (await forecast(node, "r0")).approximations
+        finally:
+            for writer in writers:
+                writer.close()
 
     run(test())
 

@@ -82,3 +82,64 @@ def test_inputs_are_requests_of_one_token(engine: Emulated) -> None:
 def of(sink: Sink, kind: type[Any]) -> Sequence[Any]:
     """Return the events of a kind."""
     return [event for event in sink.events if isinstance(event, kind)]
+
+
+def observed(engine: Emulated, path: str, body: dict[str, Any], *, stream: bool) -> Sink:
+    """Return what is reported of a request with several responses."""
+    data = {"model": "tiny", "ignore_eos": True, **body}
+    request = parse_request(ENDPOINTS[path], json.dumps(data).encode())
+    assert request is not None
+    sink = Sink()
+    observer = StreamObserver(sink, tuple(f"r{place}" for place in range(request.num_requests)), ENDPOINTS[path].format)
+    if stream:
+        for event in engine.client.post(path, json={**data, "stream": True}).content.split(b"\n\n")[:-1]:
+            observer.on_events(event + b"\n\n")
+        observer.on_complete(observer.num_tokens, None)
+    else:
+        usage = engine.client.post(path, json=data).json()["usage"]
+        observer.on_complete(usage["completion_tokens"], usage["prompt_tokens"])
+    observer.on_end()
+    return sink
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "num"),
+    [
+        ("/v1/completions", {"prompt": "a", "n": 3}, 3),
+        ("/v1/completions", {"prompt": ["a", "b"], "n": 2}, 4),
+        ("/v1/completions", {"prompt": ["a", "b"], "return_token_ids": True}, 2),
+        ("/v1/chat/completions", {"messages": HI, "n": 3}, 3),
+    ],
+)
+def test_each_response_of_a_stream_is_counted(path: str, body: dict[str, Any], num: int, engine: Emulated) -> None:
+    """Every token is reported for its response, which ends with its finish reason."""
+    sink = observed(engine, path, {**body, "max_tokens": NUM_TOKENS}, stream=True)
+    names = [f"r{place}" for place in range(num)]
+    for name in names:
+        counts = [event.num_tokens for event in of(sink, TokensReceived) if event.name == name]
+        assert counts == list(range(1, NUM_TOKENS))  # the end reports the last one
+    ends = of(sink, RequestEnded)
+    assert sorted(event.name for event in ends) == names
+    assert {(event.num_tokens, event.completed) for event in ends} == {(NUM_TOKENS, True)}
+    assert {event.exact for event in ends} == {"return_token_ids" in body}
+
+
+def test_responses_in_one_piece_have_their_mean_length(engine: Emulated) -> None:
+    """The reply counts all of them together."""
+    sink = observed(engine, "/v1/completions", {"prompt": "a", "n": 3, "max_tokens": NUM_TOKENS}, stream=False)
+    ends = of(sink, RequestEnded)
+    assert [(event.name, event.num_tokens, event.exact) for event in ends] == [
+        (f"r{place}", NUM_TOKENS, False) for place in range(3)
+    ]
+
+
+def test_a_stream_that_breaks_ends_the_responses_that_are_left() -> None:
+    """One that has ended stays ended; the others are not complete."""
+    sink = Sink()
+    observer = StreamObserver(sink, ("a", "b"))
+    observer.on_events(b'data: {"choices":[{"index":0,"text":"x","finish_reason":"stop"}]}\n\n')
+    observer.on_events(b'data: {"choices":[{"index":1,"text":"y","finish_reason":null}]}\n\ndata: nonsense\n\n')
+    observer.on_end()
+    assert [(event.name, event.num_tokens, event.completed) for event in of(sink, RequestEnded)] == [
+        ("a", 1, True), ("b", 1, False),
+    ]  # fmt: skip

@@ -162,6 +162,21 @@ def test_a_recording_can_be_replayed(tmp_path: Path) -> None:
     assert [statuses(one) for one in decisions_in(path)] == [dict.fromkeys("ab", "FORECAST")] * 2
 
 
+def test_several_responses_are_replayed_as_the_engines_requests(tmp_path: Path) -> None:
+    """Each with its prompt's length and the mean length of all responses."""
+    path = str(tmp_path / "decisions.jsonl")
+
+    async def test() -> None:
+        async with sidecars("a") as stubs, scheduler(stubs, record=path) as client:
+            prompts = [common_pb2.Prompt(prompt_tokens=4), common_pb2.Prompt(prompt_tokens=6)]
+            decision = await client.decide(client.request(output_tokens=None, prompts=prompts, num_sequences=2))
+            await client.release(decision, STOP)
+
+    run(test)
+    found = [(one.request_id, one.prompt_tokens, one.output_tokens) for one in requests_in(path)]
+    assert found == [("r1/0", 4, 2), ("r1/1", 4, 2), ("r1/2", 6, 2), ("r1/3", 6, 2)]
+
+
 def test_the_margin_of_deadlines_does_not_change_recorded_arrivals(tmp_path: Path) -> None:
     """Sidecars count deadlines from an earlier time; a request with deadlines is recorded when it arrived."""
     path = str(tmp_path / "decisions.jsonl")

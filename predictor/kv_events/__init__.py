@@ -1,0 +1,1 @@
+"""An engine's KV events: the order in which they are applied, and the prefix cache that they describe."""
