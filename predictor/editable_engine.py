@@ -377,7 +377,7 @@ class EditableEngine(Engine):
         for name in FACTS:
             facts[name] = rows[name][slots]
         for name in self.state.facts.dtype.names or ():
-            if name in records.facts.names:
+            if name in (records.facts.names or ()):
                 facts[name] = self.state.facts[name][slots]
         known, median, spread = np.zeros(num, np.int64), np.full(num, np.nan), np.zeros(num)
         for index, slot in enumerate(slots.tolist()):

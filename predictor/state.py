@@ -472,12 +472,7 @@ def allocate(
     engine.kv_layout = KV_LAYOUTS.index(config.kv_layout)
     engine.swap_token_s = config.swap_token_s
     _set_speculation(state, config)
-    engine.max_loras, engine.max_cpu_loras = config.max_loras, config.num_cpu_loras
-    engine.lora_load_s, engine.lora_activate_s = config.lora_load_s, config.lora_activate_s
-    engine.max_encoder_tokens = config.max_num_encoder_input_tokens
-    engine.whole_encoder_inputs = config.disable_chunked_mm_input
-    engine.encoder_token_s = config.encoder_token_s
-    engine.encoder_free = engine.encoder_reclaimable = config.encoder_cache_size
+    _set_inputs(state, config)
     engine.free_head, engine.free_tail = (0, tracked_blocks - 1) if tracked else (NONE, NONE)
     state.two_ended_blocks.left = state.two_ended_blocks.right = NONE
     state.blocks.content = NO_CONTENT
@@ -485,6 +480,16 @@ def allocate(
     state.blocks.next_free = np.append(np.arange(1, tracked_blocks), NONE)[:tracked_blocks]
     state.blocks.previous_free = np.arange(-1, tracked_blocks - 1)
     return state
+
+
+def _set_inputs(state: State, config: EngineConfig) -> None:
+    engine = state.engine[0]
+    engine.max_loras, engine.max_cpu_loras = config.max_loras, config.num_cpu_loras
+    engine.lora_load_s, engine.lora_activate_s = config.lora_load_s, config.lora_activate_s
+    engine.max_encoder_tokens = config.max_num_encoder_input_tokens
+    engine.whole_encoder_inputs = config.disable_chunked_mm_input
+    engine.encoder_token_s = config.encoder_token_s
+    engine.encoder_free = engine.encoder_reclaimable = config.encoder_cache_size
 
 
 def _set_speculation(state: State, config: EngineConfig) -> None:

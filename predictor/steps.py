@@ -266,7 +266,7 @@ def accept(state: State, entry: np.record, stale: bool) -> int:
         request.computed_tokens -= entry.drafts - accepted
         if request.placeholders > 0:
             request.placeholders -= entry.drafts - accepted
-    return accepted
+    return accepted  # type: ignore[return-value]  # numba's integers
 
 
 @small_kernel

@@ -258,12 +258,12 @@ class InTurn(scheduler_pb2_grpc.SchedulerServicer):
             yield scheduler_pb2.WatchDrainsResponse(now_unix_s=time.time())
             await asyncio.sleep(DRAINS_EVERY_S)
 
-    async def _refuse(self, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+    async def _refuse(self, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         """Refuse a call that the bench does not make."""
         del request
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "the bench does not call it")
 
-    Generate = Explain = ListInstances = UsePolicy = Tail = _refuse
+    Generate = Explain = ListInstances = UsePolicy = Tail = _refuse  # type: ignore[assignment]  # two of them stream
 
     async def Release(  # noqa: N802 - the wire's name
         self,

@@ -316,7 +316,7 @@ def fits(state: State, slot: int, num_tokens: int) -> bool:
 
 @kernel
 def make_room_to_admit(state: State, slot: int, num_tokens: int) -> bool:
-    """Preempt best effort for a waiting real-time request, the last first; nobody where that does not suffice."""
+    """Preempt best effort for a waiting real-time request, the last first; none where that does not suffice."""
     engine = state.engine[0]
     if is_best_effort(state, slot):
         return fits(state, slot, num_tokens)

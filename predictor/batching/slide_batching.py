@@ -56,7 +56,7 @@ def list_by_urgency(state: State) -> tuple[int, float]:
 
 @kernel
 def time_budget_s(state: State, count: int) -> float:
-    """Return the time until the first deadline, but at least η (lines 6 and 7); no limit where nobody has a TPOT."""
+    """Return the time until the first deadline, but at least η (lines 6 and 7); no limit where none has a TPOT."""
     engine = state.engine[0]
     first_s, start_s = np.inf, ordered.start_s(state)
     for place in range(count):

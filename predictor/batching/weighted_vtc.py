@@ -3,7 +3,7 @@
 A client is a tenant with one weight of its requests. Running requests go on, decodes first; then waiting ones are
 admitted one by one, each time the first in the queue of the client with the lowest counter. A counter grows by the
 tokens that a step computes, over the weight. A client that starts to wait is lifted to the lowest counter of those that
-wait already, or, where none does, to that of the last ones that did: nobody saves up service while idle.
+wait already, or, where none does, to that of the last ones that did: none saves up service while idle.
 """
 
 from __future__ import annotations

@@ -102,15 +102,14 @@ def parse_metrics(text: str) -> ScrapedMetrics:  # noqa: C901 - one branch for e
             samples.setdefault(name, []).append(value)
     if METRIC_NAMES["fetching"][0] in samples:
         settings["kv_role"] = PRODUCER_AND_CONSUMER  # only engines that fetch have it
-    totals: dict[str, float] = {}
+    totals: dict[str, Any] = {}
     for name, spellings in METRIC_NAMES.items():
         values = next((samples[spelling] for spelling in spellings if spelling in samples), None)
         if values is not None:
             totals[name] = max(values) if name in ("kv_usage", "created_s") else math.fsum(values)
     drafts = _draft_totals(totals, samples, accepted)
-    if (
-        drafts is not None and "kv_role" not in settings
-    ):  # the method is not reported; most of them reserve slots as this one does
+    if drafts is not None and "kv_role" not in settings:
+        # the method is not reported; most of them reserve slots as this one does
         settings |= {"speculative_method": EAGLE, "num_speculative_tokens": len(drafts.accepted)}
     return ScrapedMetrics(**totals, drafts=drafts, settings=settings, updates_rarely=False)
 

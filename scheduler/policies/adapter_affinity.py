@@ -22,6 +22,8 @@ def make(parameters: Mapping[str, float], _: np.random.Generator) -> Score:
     def score(candidates: Candidates) -> Column:
         predicted_s = candidates["predicted_e2e_s"]
         bound_s = (1.0 + slack) * np.fmin.reduce(predicted_s, initial=np.inf)
+        if bound_s == np.inf:  # nothing is predicted to end
+            return predicted_s
         is_near = (candidates["adapter_active"] > 0) & (predicted_s <= bound_s)
         return np.where(is_near, predicted_s - bound_s, predicted_s)
 

@@ -51,7 +51,7 @@ def emulated_series() -> Iterator[tuple[str, set[str]]]:
         num_running=0, num_waiting=0, kv_cache_usage=0, num_preemptions=0, lag_s=0, num_by_stage=stages, num_held=0
     )
     engine = EngineMetrics(max_model_len=config.max_model_len, speed=1.0)
-    text = Exposition(engine, config, "model", TransferCounts()).text(gauges).decode()
+    text = Exposition(engine, config, "model", TransferCounts(), gauges=lambda: gauges).text().decode()
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             yield sample.name, set(sample.labels)

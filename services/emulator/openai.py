@@ -194,7 +194,7 @@ def _choice(  # noqa: PLR0913 - what a choice is made of
         kind=kind,
         request_id=request_id,
         model=body.model or served.model,
-        lora=(body.model, served.adapters[body.model]) if body.model in served.adapters else None,
+        lora=(body.model, served.adapters[body.model]) if body.model and body.model in served.adapters else None,
         prompt=prompt,
         max_tokens=max_tokens,
         answer=answers.answer(

@@ -73,9 +73,7 @@ class SglangEmulator(Emulator):
     def serve_as_sglang(self, config: EngineConfig) -> None:
         """Serve SGLang's paths in place of vLLM's own ones."""
         self._config = config
-        for path in NOT_SERVED:
-            del self.routes[path]
-        self.routes |= {
+        self.routes = {path: methods for path, methods in self.routes.items() if path not in NOT_SERVED} | {
             "/v1/models": {"GET": self._sglang_models},
             "/health_generate": {"GET": self._health},
             "/server_info": {"GET": self._server_info},

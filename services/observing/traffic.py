@@ -55,6 +55,8 @@ class TrafficObservation:
         """Return whether the observation has as many requests as it may keep."""
         return len(self._requests) >= MAX_REQUESTS
 
+    reads_tokens = False  # of prompts
+
     def new_name(self, request_id: str) -> str:
         """Return a unique name for a request in events."""
         self._num_names += 1

@@ -28,7 +28,7 @@ MAX_BYTES = 4 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class EngineModels:
+class ListedModels:
     """What an engine lists: all names, and those of them that are adapters."""
 
     names: frozenset[str]
@@ -86,7 +86,7 @@ class ServedModels:
 
         await asyncio.gather(*map(ask, handles))
 
-    async def _of_engine(self, url: str) -> EngineModels | None:
+    async def _of_engine(self, url: str) -> ListedModels | None:
         """Ask an engine; None where it does not reply."""
         try:
             status, body = await self._engines.get(origin_of(url), b"/v1/models", within_s=REPLY_S, max_bytes=MAX_BYTES)
@@ -96,13 +96,13 @@ class ServedModels:
             return None
 
 
-def models_in(reply: Any) -> EngineModels:
+def models_in(reply: Any) -> ListedModels:
     """Read the reply of /v1/models; ValueError where it is none. A model with a parent is an adapter."""
     cards = reply.get("data") if isinstance(reply, dict) else None
     if not isinstance(cards, list):
         raise ValueError("data: is no list of models")
     named = [card for card in cards[:MAX_MODELS] if isinstance(card, dict) and isinstance(card.get("id"), str)]
-    return EngineModels(
+    return ListedModels(
         names=frozenset(card["id"] for card in named),
         adapters=frozenset(card["id"] for card in named if card.get("parent")),
     )

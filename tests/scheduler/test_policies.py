@@ -20,7 +20,7 @@ from tests.fleets import LETTERS, fleet, random_fleet
 
 Columns = Mapping[str, Sequence[float | None]]
 HUNDRED = RequestIndicators(prompt_tokens=100)
-NOT_FROM_PAPERS = ("least_loaded", "pd_least", "pd_dynamo")
+NOT_FROM_PAPERS = ("least_loaded", "pd_least", "pd_dynamo", "adapter_affinity")
 TENTH = RequestIndicators(prompt_tokens=100, due_s=1.0, tpot_slo_s=0.1)
 SCORES_AS = {"pd_least": "least_loaded", "pd_threshold": "linear"}
 STATEFUL = ("round_robin", "random", "power_of_two", "lmetric")
@@ -321,6 +321,10 @@ TABLES: dict[str, list[tuple[str, Columns, str]]] = {
     "pd_dynamo": [
         ("", {"queued_prefill_tokens": [0, 300, 100], "context_tokens": [1000, 0, 600]}, "bca"),
         ("", {"queued_prefill_tokens": [0, 0], "context_tokens": [9, 9], "prefix_hit_tokens": [0, 99]}, "ab"),
+    ],
+    "adapter_affinity": [  # where the adapter is, is in test_adapters.py
+        ("", {"predicted_e2e_s": [3, 1, 2]}, "bca"),
+        ("", {"predicted_e2e_s": [3, None, 2]}, "cab"),
     ],
     "min_qpm": [
         ("", {"requests_per_minute": [30, 10, 20]}, "bca"),

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from predictor.mirror.scraped_metrics import ScrapedMetrics, parse_max_model_len, parse_metrics, parse_version
+from predictor.mirror.scraped_metrics import (
+    ScrapedMetrics,
+    parse_adapters,
+    parse_max_model_len,
+    parse_metrics,
+    parse_version,
+)
 from predictor.speculation import DraftTotals
 
 TEXT = """# HELP vllm:num_requests_running Number of requests in model execution batches.
@@ -113,3 +119,14 @@ def test_max_model_len_is_parsed(body: bytes, length: int | None) -> None:
 def test_a_version_is_parsed(body: bytes, version: str) -> None:
     """What is no text is no version."""
     assert parse_version(body) == version
+
+
+def test_adapters_and_their_limit_are_read() -> None:
+    """The limit from the labels of a metric, the names from the list of models; impossible values are left out."""
+    line = 'vllm:lora_requests_info{max_lora="4",running_lora_adapters="sql,chat",waiting_lora_adapters=""} 1.7e+09'
+    assert parse_metrics(line).settings["max_loras"] == 4
+    assert "max_loras" not in parse_metrics(line.replace('"4"', '"99999"')).settings
+    assert "max_loras" not in parse_metrics(line.replace('"4"', '"x"')).settings
+    body = b'{"data": [{"id": "base", "parent": null}, {"id": "sql", "parent": "base"}]}'
+    assert parse_adapters(body) == {"sql"}
+    assert parse_adapters(b"not JSON") == parse_adapters(b'{"data": 5}') == frozenset()

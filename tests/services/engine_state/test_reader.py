@@ -559,7 +559,7 @@ def test_paths_without_a_file_are_refused(path: Path) -> None:
         (80, struct.pack("<Q", 1), CORRUPT, "bytes long"),
         (88, struct.pack("<Q", 1 << 40), CORRUPT, "table"),
         (100, struct.pack("<I", 2**32 - 1), CORRUPT, "table"),
-        (312, bytes(4), CORRUPT, "header"),
+        (328, bytes(4), CORRUPT, "header"),
         (512, struct.pack("<Q", 0), BUSY, "half written"),
         (512, struct.pack("<Q", 7), BUSY, "half written"),
         (512, struct.pack("<Q", 2**62), BUSY, "half written"),
