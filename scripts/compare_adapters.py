@@ -44,7 +44,7 @@ def measure(arguments: argparse.Namespace) -> Iterator[dict[str, object]]:
     work = requests(arguments)
     for policy in arguments.policy or POLICIES:
         result = simulate([instance(arguments)] * arguments.instances, work, policy)
-        outcomes = result.outcomes[len(work) // 10 :]
+        outcomes = result.outcomes[len(work) // 10 :].view(np.recarray)
         arrival_s = work.arrival_s[len(work) // 10 :]
         for name, times in (("ttft", outcomes.first_token_s), ("e2e", outcomes.finished_s)):
             if (times < 0).any():
