@@ -23,13 +23,13 @@ REMOVED = "the instance is removed, and the request could not move in time"
 Counted = Callable[[str], None]
 
 
-class TrackedRequest:
+class MovableRequest:
     """One request at one instance, from when it is sent until `end`."""
 
     __slots__ = ("_forced", "_leave", "_of", "ask_again_s", "is_moving", "reasons")
 
     def __init__(
-        self, of: dict[TrackedRequest, None], leave: Callable[[], None] | None, forced: Callable[[], None]
+        self, of: dict[MovableRequest, None], leave: Callable[[], None] | None, forced: Callable[[], None]
     ) -> None:
         """Track a request: `leave` asks it to move, None where it cannot; `forced` ends it."""
         self._of, self._leave, self._forced = of, leave, forced
@@ -69,7 +69,7 @@ class DrainingRequests:
         """Start without requests; `count_unmoved` is called with each reason for which a request cannot leave, once."""
         self._count_unmoved = count_unmoved
         self._clock = clock
-        self._at: dict[str, dict[TrackedRequest, None]] = {}
+        self._at: dict[str, dict[MovableRequest, None]] = {}
         self._drains: dict[str, Drain] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
@@ -82,16 +82,16 @@ class DrainingRequests:
         """Return the number of requests at an instance."""
         return len(self._at.get(instance_id, ()))
 
-    def enter(self, instance_id: str, leave: Callable[[], None] | None, forced: Callable[[], None]) -> TrackedRequest:
+    def enter(self, instance_id: str, leave: Callable[[], None] | None, forced: Callable[[], None]) -> MovableRequest:
         """Count a request at an instance until its `end`."""
         at = self._at.get(instance_id)
         if at is None:
             if len(self._at) > 4096:  # instances that are gone
                 self._at = {name: requests for name, requests in self._at.items() if requests}
             at = self._at[instance_id] = {}
-        return TrackedRequest(at, leave, forced)
+        return MovableRequest(at, leave, forced)
 
-    def cannot_move(self, request: TrackedRequest, reason: str) -> None:
+    def cannot_move(self, request: MovableRequest, reason: str) -> None:
         """Note why a request that was asked to leave does not."""
         request.is_moving = False
         if reason not in request.reasons:

@@ -10,6 +10,7 @@ from predictor.mirror.sglang_metrics import PREFIX, parse_server_info
 
 VLLM, SGLANG, GENERIC, AUTO = "vllm", "sglang", "generic", "auto"
 ENGINE_KINDS = (AUTO, VLLM, SGLANG, GENERIC)
+ADAPTER_BATCHERS = ("vllm_v1",)  # local schedulers that limit the adapters of a step
 # What a kind's settings are where the engine does not report them: no request then waits for KV blocks.
 UNKNOWN_POOL: Mapping[str, Any] = {"block_size": 16, "num_gpu_blocks": 1 << 20}
 UNKNOWN_MODEL_LENGTH = 131_072

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from predictor.batching import batcher_named
 from predictor.config import EngineConfig
 from predictor.generic_estimate import GenericEstimator, is_generic
 from predictor.mirror.engine_kinds import (
+    ADAPTER_BATCHERS,
     AUTO,
     GENERIC,
     NO_POOL_SIZE,
@@ -85,7 +85,7 @@ class KnownSettings:
             if self._learnt is not None:
                 learnt = self._learnt.settings
         config = {**defaults, **self.reported, **learnt, **self._given}
-        if not batcher_named(config.get("batcher", DEFAULT_BATCHER)).has_inputs:
+        if config.get("batcher", DEFAULT_BATCHER) not in ADAPTER_BATCHERS:
             config.pop("max_loras", None)  # it may have adapters, whose limits this local scheduler ignores
         return EngineConfig(**config)
 

@@ -145,8 +145,8 @@ class RequestForwarder:
                 context.migrations.give_back()
                 why = NO_INSTANCE
         if why:
-            assert attempt.tracked is not None
-            context.requests.cannot_move(attempt.tracked, why)
+            assert attempt.movable is not None
+            context.requests.cannot_move(attempt.movable, why)
         return not why
 
     async def _destination(self) -> Destination:

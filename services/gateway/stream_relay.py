@@ -242,8 +242,8 @@ class StreamRelay:
     def _follow_drain(self) -> None:
         """Have the stream leave its instance where that drains."""
         self._leaves = False
-        if self.attempt.tracked is not None:
-            self.attempt.tracked.set_leave(self._leave)
+        if self.attempt.movable is not None:
+            self.attempt.movable.set_leave(self._leave)
 
     def _leave(self) -> None:
         self._leaves = True
@@ -269,8 +269,8 @@ class StreamRelay:
                 self.context.migrations.give_back()
                 raise
         except NotContinuableError as why:
-            if attempt.tracked is not None:
-                self.context.requests.cannot_move(attempt.tracked, str(why))
+            if attempt.movable is not None:
+                self.context.requests.cannot_move(attempt.movable, str(why))
             return False
         attempt.migration = PLANNED
         attempt.finish(CANCELLED, counts=False)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from protos.block.v1 import common_pb2
-from services.draining_requests import REMOVED, TrackedRequest
+from services.draining_requests import REMOVED, MovableRequest
 from services.gateway.attainment import StreamAttainment
 from services.gateway.context import GatewayContext
 from services.gateway.destinations import LAST_RESORT, Destination
@@ -62,7 +62,7 @@ class UpstreamAttempt:
     is_stream: bool = False
     hand_over_s: float | None = None
     migration: str = ""  # why another engine continues the answer, or none does
-    tracked: TrackedRequest | None = None  # at the instance, from sending to the end
+    movable: MovableRequest | None = None  # at the instance, from sending to the end
     sent_s: float | None = None
     is_forced: bool = False  # its instance is removed, and the request could not leave in time
 
@@ -130,7 +130,7 @@ class UpstreamAttempt:
             len(body),
         )
         self._is_sent, self.sent_s = True, time.monotonic()
-        self.tracked = self.context.requests.enter(self.destination.instance_id, self._leave, self._force)
+        self.movable = self.context.requests.enter(self.destination.instance_id, self._leave, self._force)
         try:
             connection = await self.context.engines.send(origin, head, body, timeout_s)
         except ConnectError:
@@ -286,8 +286,8 @@ class UpstreamAttempt:
         if self._is_finished:
             return None
         self._is_finished = True
-        if self.tracked is not None:
-            self.tracked.end()
+        if self.movable is not None:
+            self.movable.end()
         if self._connection is not None:
             self._connection.release()
         self._ended = ending = self._ending()

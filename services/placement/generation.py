@@ -14,7 +14,7 @@ from prometheus_client import Counter
 from protos.block.v1 import common_pb2, scheduler_pb2
 from scheduler.instances import OverloadedError
 from scheduler.placement import Placement
-from services.draining_requests import REMOVED, TrackedRequest
+from services.draining_requests import REMOVED, MovableRequest
 from services.http.client import ConnectError, Connection, HttpClient, origin_of
 from services.http.continuable import IDS_FIELD
 from services.http.continued_request import BY_TOKEN_IDS, OFF, EarlierPart, continued_request
@@ -86,7 +86,7 @@ class Generation:
     _hides_ids: bool = False  # engines return token ids that the client did not ask for
     _earlier: EarlierPart | None = None  # from engines that failed
     _num_migrations: int = 0
-    _tracked: TrackedRequest | None = None  # at the instance that answers now
+    _movable: MovableRequest | None = None  # at the instance that answers now
     _leaves: bool = False  # the instance drains, and the stream has been asked to leave it
     _is_forced: bool = False  # the instance is removed
     _connection: Connection | None = None  # to the engine that answers now
@@ -220,8 +220,8 @@ class Generation:
                 self.migrations.give_back()
                 raise NotContinuableError(NO_INSTANCE) from None
         except NotContinuableError as why:
-            if self._tracked is not None:
-                self.driver.requests.cannot_move(self._tracked, str(why))
+            if self._movable is not None:
+                self.driver.requests.cannot_move(self._movable, str(why))
             return False
         tracker.migration, tracker.is_continued = PLANNED, True
         self._record_move(whole)
@@ -378,7 +378,7 @@ class Generation:
         settings = self.driver.settings
         self._leaves = self._is_forced = False
         self._connection = None
-        self._tracked = tracked = self.driver.requests.enter(
+        self._movable = movable = self.driver.requests.enter(
             decision.instance.instance_id, self._leave if held is None else None, self._force
         )
         leg = self.spans.leg(SERVE if held is None else DECODE, decision.instance, decision.policy)
@@ -415,7 +415,7 @@ class Generation:
                         raise
                     yield scheduler_pb2.Chunk(finish_reason=CUT)
             finally:
-                tracked.end()
+                movable.end()
             tracker.require_end()
 
     def _has_all_of(self, tracker: GenerationTracker) -> bool:
