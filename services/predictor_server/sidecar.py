@@ -129,6 +129,7 @@ class Sidecar:
             return
         self._down_reason = reason
         if reason:
+            self.grammars.forget_engine()
             log_event(log, logging.WARNING, "engine is down", reason=reason)
         else:
             log_event(log, logging.INFO, "engine is up")

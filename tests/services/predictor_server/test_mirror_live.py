@@ -373,7 +373,7 @@ def test_it_follows_an_engine_over_a_crash_and_a_restart() -> None:
     ("arguments", "field"),
     [
         ((), "state_file"),
-        (("--engine-url", "http://127.0.0.1:1"), "profile"),
+        (("--engine-url", "http://127.0.0.1:1", "--engine-kind", "vllm"), "profile"),
         (("--engine-url", "nonsense", "--profile", "llama-2-7b-a30"), "engine_url"),
         (("--engine-url", "http://127.0.0.1:1", "--profile", "llama-2-7b-a30", "--proxy-port", "99999"), "proxy_port"),
         (("--engine-url", "http://127.0.0.1:1", "--profile", "llama-2-7b-a30", "--engine-speed", "0"), "engine_speed"),
