@@ -234,6 +234,25 @@ def loads(
     return Load(engine={**engine, "num_gpu_blocks": num_blocks}, requests=requests)
 
 
+def crowded(load: Load) -> Load:
+    """Let an SGLang engine admit short prompts with long responses, more than it has room for."""
+    options = {**load.engine["batcher_options"], "init_new_token_ratio": 0.0, "clip_max_new_tokens": 1.0}
+    size = load.engine["block_size"]
+    requests = [
+        {
+            **spec,
+            "prompt_tokens": 1 + spec["prompt_tokens"] % (2 * size),
+            "output_tokens": 5 * size,
+            "max_tokens": 6 * size,
+        }
+        for spec in load.requests
+    ]
+    changed = {"num_gpu_blocks": 12, "max_model_len": 10 * size, "max_num_seqs": 6, "batcher_options": options}
+    if not load.engine["enable_chunked_prefill"]:
+        changed["max_num_batched_tokens"] = 16 * size
+    return Load(engine={**load.engine, **changed}, requests=requests)
+
+
 def _most_tokens(engine: dict[str, Any], request: dict[str, Any]) -> int:
     answer = request["max_tokens"] if engine["batcher"] in RESERVES else request["output_tokens"]
     return int(min(request["prompt_tokens"] + answer, engine["max_model_len"]))

@@ -19,6 +19,7 @@ from uvicorn.protocols.http.httptools_impl import HEADER_RE, HEADER_VALUE_RE
 from uvicorn.server import ServerState
 
 from predictor.config import EngineConfig
+from predictor.mirror.events import MirrorEvent
 from predictor.profile import load_profile
 from scripts.fuzzing.bodies import body_of, headers_of
 from scripts.fuzzing.inputs import mutated
@@ -216,15 +217,30 @@ async def gateway_before(*urls: str, **settings: Any) -> AsyncIterator[Any]:
         yield running.gateway
 
 
+class NoMirror:
+    """Takes the events of a proxy, as a mirror that reads tokens does, and forgets them."""
+
+    reads_tokens = True
+
+    def new_name(self, request_id: str) -> str:
+        """Return the request's id."""
+        return request_id
+
+    def record(self, event: MirrorEvent) -> None:
+        """Take an event."""
+
+
 @asynccontextmanager
 async def open_http_body(_: Path) -> AsyncIterator[HttpBodyTarget]:
     """Run a gateway and a mirror's proxy before a stub engine, an emulated engine, and a port for operators."""
     async with AsyncExitStack() as stack:
         engine, other = await stack.enter_async_context(engines(answers, lenient_answers))
         gateway = await stack.enter_async_context(gateway_before(engine.url))
-        sink: Any = SimpleNamespace(record=lambda _: None, new_name=lambda request_id: request_id)
         proxy = Proxy(
-            MirrorSettings(engine_url=other.url, counts_prompts=False), origin_of(other.url), sink, lambda *_: None
+            MirrorSettings(engine_url=other.url, counts_prompts=False),
+            origin_of(other.url),
+            NoMirror(),
+            lambda *_: None,
         )
         stack.callback(proxy.close)
         config, profile = (

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from http import HTTPStatus
-from typing import Any
-
-from pydantic import ValidationError
+from typing import TYPE_CHECKING, Any
 
 from services.http.errors import HttpError
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 MAX_REPORTED = 10
 LONGEST_INPUT = 200

@@ -13,6 +13,7 @@ import pytest
 from predictor.batching import BATCHERS, settled
 from predictor.config import EngineConfig
 from predictor.profile import profile_to_json
+from predictor.vllm_versions import release_of
 from services.engine_state.layout import CLIENT
 from tests.conformance.compare import first_difference
 from tests.conformance.ruled_workloads import PROFILE, SECONDS, our_engine, our_steps, ruled_workload
@@ -129,10 +130,12 @@ def test_impossible_facts_are_counted_and_ignored(installed: Path) -> None:
 
 
 def test_the_state_file_names_the_rule(traced: Traced) -> None:
-    """A sidecar's model gets the rule, its options, and the engine's limits."""
+    """A sidecar's model gets the rule, its options, the engine's limits, and its version."""
     for load, trace in traced[: len(PLANNED)]:
+        version = trace["exported"]["vllm_version"]
+        assert release_of(version) == (0, 32)
         config = settled(EngineConfig(**trace["exported"]))
-        assert config == settled(EngineConfig(**load["engine"], batcher=load["rule"]))
+        assert config == settled(EngineConfig(**load["engine"], batcher=load["rule"], vllm_version=version))
 
 
 def test_the_state_is_exported_beside_a_rule(traced: Traced, installed: Path) -> None:

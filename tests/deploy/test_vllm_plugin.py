@@ -147,6 +147,7 @@ class Scheduler:
             num_stale_output_tokens=0, num_preemptions=0, max_tokens=8, priority=0, arrival_time=time.time(),
             sampling_params=SimpleNamespace(extra_args=XARGS, min_tokens=2),
             status=SimpleNamespace(name="WAITING"), block_hashes=list(hashes), is_prefill_chunk=False,
+            spec_token_ids=[],
         )  # fmt: skip
         request.is_finished = lambda: request.status.name.startswith("FINISHED")
         self.requests[request.request_id] = request
@@ -167,7 +168,7 @@ class Scheduler:
             request.num_computed_tokens = request.num_prompt_tokens
         self.running += self.waiting
         self.waiting = []
-        return SimpleNamespace(num_scheduled_tokens=scheduled)
+        return SimpleNamespace(num_scheduled_tokens=scheduled, scheduled_spec_decode_tokens={})
 
     def update_from_output(self, output: Any, _model_output: Any) -> None:
         """Give every scheduled request one token."""
@@ -473,13 +474,14 @@ def test_a_failure_is_logged_once_and_the_engine_continues(
 def test_unsupported_engines_are_left_alone(
     path: Path, wrapping: ModuleType, warnings: pytest.LogCaptureFixture, name: str, value: int
 ) -> None:
-    """With speculative decoding, pooling or deep pipelines it logs the reason, and exports nothing."""
+    """With drafts of a method that is not modelled, pooling or deep pipelines it logs the reason, and exports nothing."""
 
     class Other(Scheduler):
         """A scheduler that is not supported."""
 
         def __init__(self) -> None:
             super().__init__()
+            self.vllm_config.speculative_config = SimpleNamespace(method="dflash")
             setattr(self.vllm_config if name.startswith("max") else self, name, value)
 
     scheduler = wrapping.exporting(Other)()

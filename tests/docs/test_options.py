@@ -32,7 +32,7 @@ OTHERS = {
     "--dist",  # pytest-xdist
     "--scheduler-cls", "--shutdown-timeout", "--max-num-active-seqs", "--data-parallel-rank", "--dp-sync-interval",
     "--data-parallel-external-lb", "--data-parallel-multi-port-external-lb", "--prefill-schedule-interval", "--mm-processor-kwargs",  # vLLM
-    "--enable-mixed-chunk",  # SGLang
+    "--enable-mixed-chunk", "--schedule-conservativeness", "--schedule-policy", "--enable-metrics",  # SGLang
     "--build", "--build-arg", "--enable-feature", "--host", "--no-deps",
     "--k8s-label-selector", "--k8s-port", "--k8s-namespace", "--static-backends",  # production-stack's router
 }  # fmt: skip

@@ -39,6 +39,7 @@ class Request:
     private: int = 0  # its other pages
     finished: bool = False
     retracted: bool = False
+    token_s: list[float] = field(default_factory=list)  # when each token of its response came
 
     @property
     def fill(self) -> int:
@@ -416,12 +417,13 @@ class Scheduler:
 
     # process_batch_result
 
-    def process(self, batch: Batch) -> None:
+    def process(self, batch: Batch, now_s: float) -> None:
         """Give each request of a batch its token."""
         for request, _ in batch.parts:
             if request.finished or request.retracted or request is batch.chunked:
                 continue
             request.output += 1
+            request.token_s.append(now_s)
             request.finished = request.output >= self.final(request)
             if request.finished:
                 self.pool.checkpoint(request, min(request.prefix_len, request.fill) // self.page)
@@ -469,7 +471,7 @@ def replay_steps(
         if (last is not None and overlapped) or (batch is not None and not overlapped):
             done = engine.in_flight.popleft()
             now_s = max(now_s, done.end_s)
-            engine.process(done)
+            engine.process(done, now_s)
         elif batch is None:
             if not arrivals:
                 return

@@ -17,7 +17,7 @@ from predictor.engine_replica import EngineReplica, ReportedContents, ReportedMe
 from predictor.forecast import Forecast, Forecaster
 from predictor.lengths import RESIDUALS, Tag, expected_lengths, expected_tokens
 from predictor.reported_transfers import fetch_starts
-from predictor.request import BEST_EFFORT, CLASSES, LEGS, RequestFacts, Slo, tenant_number
+from predictor.request import BEST_EFFORT, CLASSES, LEGS, RequestFacts, Slo, adapter_number, tenant_number
 from predictor.snapshot import STAGES, LiveRequest, Memory, Snapshot
 from predictor.snapshot_conversion import engine_from, snapshot_of
 from predictor.state import MEMORY_SIZE
@@ -42,6 +42,7 @@ def reported_from(snapshot: Snapshot, *, seed: int = 0) -> ReportedState:
     slots = np.random.default_rng(seed).permutation(NUM_SLOTS)[: len(items)]
     at = {item.request.request_id: slot for item, slot in zip(items, slots.tolist(), strict=True)}
     live, facts = np.zeros(NUM_SLOTS, LIVE), np.zeros(NUM_SLOTS, REQUEST)
+    engine = Engine(snapshot.config, AFFINE)
     known, median, spread = np.zeros(NUM_SLOTS, np.int64), np.full(NUM_SLOTS, np.nan), np.zeros(NUM_SLOTS)
     for item, slot in zip(items, slots, strict=True):
         request = item.request
@@ -54,11 +55,13 @@ def reported_from(snapshot: Snapshot, *, seed: int = 0) -> ReportedState:
         row["first_token_s"] = -1 if item.first_token_s is None else item.first_token_s
         write_transfer(row, item, snapshot.taken_s)
         most = snapshot.config.max_model_len if request.max_tokens is None else request.max_tokens
+        if snapshot.config.batcher == "sglang":  # it clips max_tokens when a request arrives
+            _, most = engine.lengths(request, item.produced_tokens)
         slo = request.slo or Slo()
         facts[slot] = (
             1, b"", request.arrival_s, np.nan, np.nan, request.priority, request.prompt_tokens, most, 0,
             CLASSES.index(request.request_class), LEGS.index(request.leg), 0, slo.ttft_s or np.nan, slo.tpot_s or np.nan, request.weight,
-            tenant_number(request.client_id), b"", b"",
+            tenant_number(request.client_id), b"", b"", adapter_number(request.adapter), b"",
         )  # fmt: skip
         known[slot] = request.output_tokens or 0
         if isinstance(request.tag, Tag):
@@ -307,13 +310,13 @@ def test_an_impossible_state_is_refused_and_leaves_an_idle_replica() -> None:
 
 
 def test_facts_reach_the_replica() -> None:
-    """Service level, class, weight and tenant are those of the file; impossible values count as not given."""
+    """Service level, class, weight, tenant and adapter are those of the file; impossible values count as not given."""
     config = EngineConfig(max_num_seqs=2, num_gpu_blocks=100, enable_prefix_caching=False)
     engine = Engine(config, AFFINE)
     engine.add(
         RequestFacts(
             request_id="a", prompt_tokens=20, output_tokens=9, slo=Slo(ttft_s=0.5, tpot_s=0.125), weight=4.0,
-            request_class=BEST_EFFORT, client_id="alice",
+            request_class=BEST_EFFORT, client_id="alice", adapter="sql",
         )
     )  # fmt: skip
     engine.add(RequestFacts(request_id="b", prompt_tokens=20, output_tokens=9))
@@ -324,9 +327,9 @@ def test_facts_reach_the_replica() -> None:
     replica = replica_of(snapshot)
     replica.update(reported)
     facts = replica.engine.state.facts
-    assert facts[first].item() == (0.5, 0.125, 4.0, tenant_number("alice"), 1)
+    assert facts[first].item() == (0.5, 0.125, 4.0, tenant_number("alice"), 1, adapter_number("sql"), 0)
     assert np.isnan((facts[second].ttft_slo_s, facts[second].tpot_slo_s)).all()
-    assert facts[second].item()[2:] == (1.0, 0, 0)
+    assert facts[second].item()[2:] == (1.0, 0, 0, 0, 0)
     for name, value in (("ttft_slo_s", -1.0), ("tpot_slo_s", np.inf), ("weight", np.nan), ("request_class", 7)):
         rows = reported.facts.copy()
         rows[name][first] = value

@@ -20,11 +20,13 @@ from predictor.reserved_requests import ReservedRequests
 from predictor.state import FINISHED
 from predictor.step_time import Curve, StepTime
 from tests.inspecting import frozen
-from tests.oracle import faster_transformer, lightllm, orca, ordered_rules, sarathi, vllm_v0, vllm_v1
+from tests.oracle import faster_transformer, lightllm, orca, ordered_rules, sarathi, sglang, vllm_v0, vllm_v1
 from tests.strategies import AFFINE, Load, affine_seconds, examples, load_of, loads
 
 CLOSE = 1e-9
 every_batcher = pytest.mark.parametrize("batcher", BATCHERS)
+# The generic engine stands for no real one, and has no plain model.
+every_modelled_batcher = pytest.mark.parametrize("batcher", [name for name in BATCHERS if name != "generic"])
 LOADS = {batcher: loads(batcher, ending=True, max_requests=12, tick_s=0.004) for batcher in BATCHERS}
 moments = st.floats(0.0, 1.05)
 # no multiples of a tick: an arrival at the very end of a step would depend on rounding
@@ -35,6 +37,7 @@ ORACLES = {
     "vllm_fcfs": vllm_v0.replay_steps,
     "sarathi": sarathi.replay_steps,
     "orca": orca.replay_steps,
+    "sglang": sglang.replay_steps,
     "lightllm": lightllm.replay_steps,
     "faster_transformer": faster_transformer.replay_steps,
     **dict.fromkeys(ordered_rules.RULES, ordered_rules.replay_steps),
@@ -169,7 +172,7 @@ def test_a_forecast_of_a_later_arrival_is_what_happens(batcher: str, reserve: bo
     check()
 
 
-@every_batcher
+@every_modelled_batcher
 def test_a_later_arrival_has_the_times_of_the_oracle(batcher: str) -> None:
     """The plain step-by-step model, which knows all arrivals, starts and ends the candidate at the same times."""
     compared = []
@@ -188,7 +191,10 @@ def test_a_later_arrival_has_the_times_of_the_oracle(batcher: str) -> None:
         arriving = {**last, "arrival_s": now_s + in_s}
         if last.get("ttft_slo_s") is not None:
             arriving["ttft_slo_s"] = last["ttft_slo_s"] - in_s  # from now on
-        steps = list(ORACLES[batcher](load.engine, [*others, arriving], affine_seconds))
+        try:
+            steps = list(ORACLES[batcher](load.engine, [*others, arriving], affine_seconds))
+        except sglang.OutOfPagesError:  # SGLang itself fails here
+            return
         own = [step for step in steps if "candidate" in step["scheduled"]]
         if not load.config.async_scheduling:  # a step that is planned ahead starts later than it is planned
             assert forecast.queue_s == pytest.approx(own[0]["start_s"] - now_s, rel=CLOSE, abs=CLOSE)

@@ -9,10 +9,21 @@ from typing import Any
 import numpy as np
 import pytest
 
+from predictor.adapters import NO_ADAPTER
 from predictor.config import EngineConfig
 from predictor.engine import Engine
 from predictor.lengths import Tag
-from predictor.request import BEST_EFFORT, DECODE, MAX_PRIORITY, NO_TENANT, RequestFacts, Slo, tenant_number
+from predictor.request import (
+    BEST_EFFORT,
+    DECODE,
+    MAX_PRIORITY,
+    NO_TENANT,
+    EncoderInput,
+    RequestFacts,
+    Slo,
+    adapter_number,
+    tenant_number,
+)
 from tests.strategies import AFFINE
 
 FACTS = RequestFacts(
@@ -20,9 +31,12 @@ FACTS = RequestFacts(
     min_tokens=4, priority=-2, prefix_hashes=("a1", "b2", "c3"), request_class=BEST_EFFORT,
     slo=Slo(ttft_s=0.5, tpot_s=0.04), weight=2.5, client_id="alice", session_id="chat-7",
     in_s=0.125, waited_s=0.25, leg=DECODE, held_s=0.75, transfer_s=0.25, length_quantiles=3,
+    adapter="sql", encoder_inputs=(EncoderInput(position=8, tokens=16, identity="d4"), EncoderInput(position=24, tokens=4)),
 )  # fmt: skip
 KNOWN_LENGTH = replace(FACTS, output_tokens=90, tag=None)
 DECODING = EngineConfig(kv_role="kv_consumer")
+# The TTFT that is left, the other facts, and no encoder inputs, which such an engine does not compute.
+COLUMNS = (0.25, 0.04, 2.5, tenant_number("alice"), 1, adapter_number("sql"), 0)
 
 
 def test_the_samples_differ_from_the_defaults_in_every_field() -> None:
@@ -82,13 +96,13 @@ def test_an_engine_keeps_the_facts_in_columns() -> None:
     """A local scheduler finds targets, weight, tenant and class beside a request; a slot's next request has its own."""
     engine = Engine(DECODING, AFFINE)
     slot = engine.add(FACTS)
-    assert engine.state.facts[slot].item() == (0.25, 0.04, 2.5, tenant_number("alice"), 1)  # the TTFT that is left
+    assert engine.state.facts[slot].item() == COLUMNS
     engine.abort("r")
     engine.remove("r")
     again = engine.add(RequestFacts(request_id="bare", prompt_tokens=3, slo=Slo(tpot_s=0.1)))
     assert again == slot
     assert np.isnan(engine.state.facts[slot].ttft_slo_s)
-    assert engine.state.facts[slot].item()[1:] == (0.1, 1.0, NO_TENANT, 0)
+    assert engine.state.facts[slot].item()[1:] == (0.1, 1.0, NO_TENANT, 0, NO_ADAPTER, 0)
 
 
 def test_facts_stay_with_their_requests_when_the_engine_grows() -> None:
@@ -97,7 +111,7 @@ def test_facts_stay_with_their_requests_when_the_engine_grows() -> None:
     slot = engine.add(FACTS)
     for number in range(200):
         engine.add(RequestFacts(request_id=str(number), prompt_tokens=3))
-    assert engine.state.facts[slot].item() == (0.25, 0.04, 2.5, tenant_number("alice"), 1)  # the TTFT that is left
+    assert engine.state.facts[slot].item() == COLUMNS
     others = np.delete(engine.state.facts, slot)
     assert np.isnan(others["ttft_slo_s"]).all()
     assert (others["weight"] == 1.0).all()

@@ -17,7 +17,7 @@ from predictor.engine import Engine
 from predictor.request import RequestFacts, Slo
 from predictor.snapshot_conversion import engine_from, snapshot_of
 from predictor.step_time import Curve, StepTime
-from tests.oracle import faster_transformer, lightllm, orca, ordered_rules, sarathi, vllm_v0, vllm_v1
+from tests.oracle import faster_transformer, lightllm, orca, ordered_rules, sarathi, sglang, vllm_v0, vllm_v1
 from tests.oracle.engine import one_second
 from tests.strategies import AFFINE, ONE_SECOND, ORDERED, Load, affine_seconds, examples, loads
 
@@ -28,13 +28,15 @@ ORACLES: dict[str, Any] = {
     "vllm_fcfs": vllm_v0,
     "sarathi": sarathi,
     "orca": orca,
+    "sglang": sglang,
     "lightllm": lightllm,
     "faster_transformer": faster_transformer,
     **dict.fromkeys(ORDERED, ordered_rules),
 }
 TTFT_TARGETS = (None, 1 / 64, 1 / 8, 0.5, 1.0, 3.0, 8.0, 64.0)
 TPOT_TARGETS = (None, 1 / 64, 1 / 48, 1 / 32, 1 / 24, 1.0, 1.5, 4.0)
-every_batcher = pytest.mark.parametrize("batcher", BATCHERS)
+# The generic engine stands for no real one, and has no plain model.
+every_modelled_batcher = pytest.mark.parametrize("batcher", [name for name in BATCHERS if name != "generic"])
 
 
 @st.composite
@@ -76,7 +78,7 @@ def token_times(load: Load, seconds: Any) -> dict[str, list[float]]:
     return times
 
 
-@every_batcher
+@every_modelled_batcher
 def test_tokens_on_time_are_those_of_the_plain_model(batcher: str) -> None:
     """From event to event, step by step, and cut in two by a snapshot, the loop counts what the plain model counts."""
     seen = Counter[str]()
@@ -85,7 +87,10 @@ def test_tokens_on_time_are_those_of_the_plain_model(batcher: str) -> None:
     @given(loads_with_targets(batcher), st.floats(0.0, 1.0))
     def check(load: Load, cut: float) -> None:
         for step_time, seconds in ((AFFINE, affine_seconds), (ONE_SECOND, one_second)):
-            times = token_times(load, seconds)
+            try:
+                times = token_times(load, seconds)
+            except sglang.OutOfPagesError:  # SGLang itself fails here
+                continue
             fast, stepped = load.loaded(step_time), load.loaded(step_time)
             fast.advance()
             while stepped.next_step() is not None:

@@ -303,7 +303,6 @@ def times_of(forecast: Forecast | None) -> tuple[float, ...] | None:
 def explained(decision: Decision) -> tuple[Any, ...]:
     """A placement with its explanation."""
     placement = decision.placement
-    draining = {name for name, one in decision.core.instances.by_id.items() if one.is_draining}
     return (
         placement.instance_id,
         placement.basis,
@@ -325,11 +324,9 @@ def explained(decision: Decision) -> tuple[Any, ...]:
                 one.note,
                 times_of(one.predicted),
                 {name: round(value, 6) for name, value in one.read.items() if value == value},  # noqa: PLR0124 - NaN
-                *(
-                    ({}, 0, 0.0)
-                    if one.instance_id in draining  # they report by themselves in one of the drivers
-                    else (dict(one.indicators), one.num_unseen, round(one.age_s, 4))
-                ),
+                dict(one.indicators),
+                one.num_unseen,
+                round(one.age_s, 4),
             )
             for one in decision.explanation.candidates()
         ),
@@ -563,8 +560,8 @@ class ReferenceDriver:
     # What instances report by themselves.
 
     def _report(self, sidecar: Sidecar) -> None:
-        if not self._watches or self._fresh:
-            return
+        if self._fresh or not (self._watches or sidecar.instance.draining):
+            return  # instances that drain report whatever the policy reads
         status = self.core.instances.by_id[sidecar.name]
         status.indicators, status.reported_s, status.num_unseen = sidecar.indicators(), self.now_s, 0
         self.core.instances.table.replace(sidecar.name, status.indicators, self.now_s)

@@ -15,7 +15,7 @@ from predictor.config import EngineConfig
 from tests.oracle import sglang
 from tests.oracle.comparing import our_steps, scheduled
 from tests.oracle.engine import Step, one_second
-from tests.strategies import AFFINE, MAX_STEPS, ONE_SECOND, Load, affine_seconds, examples, load_of, loads
+from tests.strategies import AFFINE, MAX_STEPS, ONE_SECOND, Load, affine_seconds, crowded, examples, load_of, loads
 
 
 def until_out_of_pages(steps: Iterator[Step]) -> Iterator[Step | None]:
@@ -45,25 +45,6 @@ def expect_same(load: Load, step_time: Any, seconds: Any) -> Counter[str]:
         seen["retractions"] += len(our["preempted"])
         seen["queueing"] += bool(our["waiting"] and our["running"])
     return seen
-
-
-def crowded(load: Load) -> Load:
-    """Let an engine admit short prompts with long responses, more than it has room for."""
-    options = {**load.engine["batcher_options"], "init_new_token_ratio": 0.0, "clip_max_new_tokens": 1.0}
-    size = load.engine["block_size"]
-    requests = [
-        {
-            **spec,
-            "prompt_tokens": 1 + spec["prompt_tokens"] % (2 * size),
-            "output_tokens": 5 * size,
-            "max_tokens": 6 * size,
-        }
-        for spec in load.requests
-    ]
-    changed = {"num_gpu_blocks": 12, "max_model_len": 10 * size, "max_num_seqs": 6, "batcher_options": options}
-    if not load.engine["enable_chunked_prefill"]:
-        changed["max_num_batched_tokens"] = 16 * size
-    return Load(engine={**load.engine, **changed}, requests=requests)
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["normal", "overlap"])

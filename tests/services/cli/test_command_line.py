@@ -231,7 +231,7 @@ def test_a_bad_setting_is_named(arguments: tuple[str, ...], named: str) -> None:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"version": 5}, "version: 5 is newer"),
+        ({"version": 6}, "version: 6 is newer"),
         ({"version": "1"}, "version"),
         ({"taken_s": None}, "taken_s"),
         ({"num_free_blocks": -1}, "num_free_blocks"),

@@ -33,7 +33,7 @@ from services.settings import TABLES, CommandSettings, Nested, Option, SettingsP
 
 CLI = Path(services.cli.__file__).parent
 # of `block profile fit`, which describes measurements made elsewhere
-APART = {("tensor_parallel", "1")}
+APART = {("tensor_parallel", "1"), ("data_parallel", "1")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

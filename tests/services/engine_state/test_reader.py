@@ -118,6 +118,7 @@ def test_all_facts_of_a_request_are_read(path: Path, facts: RequestFacts) -> Non
         tag_tokens=tag.median_tokens, tag_spread=tag.spread, ttft_slo_s=facts.slo.ttft_s or np.nan,
         tpot_slo_s=facts.slo.tpot_s or np.nan, request_class=CLASSES.index(facts.request_class), weight=facts.weight,
         client_id=facts.client_id, session_id=facts.session_id, leg=LEGS.index(facts.leg),
+        adapter=facts.adapter,
     )  # fmt: skip
     writer.put_hashes(3, np.array([11, 12], np.uint64))
     writer.live["num_hashes"][3] = 2
@@ -125,7 +126,9 @@ def test_all_facts_of_a_request_are_read(path: Path, facts: RequestFacts) -> Non
     writer.publish()
     (read,) = snapshot(path).waiting
     seen = replace(facts, model="tiny", output_tokens=None, tag=tag, prefix_hashes=(11, 12), in_s=0.0)
-    seen = replace(seen, held_s=None, transfer_s=None, waited_s=0.0, length_quantiles=1)  # schedulers know these
+    seen = replace(
+        seen, held_s=None, transfer_s=None, waited_s=0.0, length_quantiles=1, encoder_inputs=()
+    )  # schedulers know these
     assert read.request == seen
     view = Reader(str(path)).read()
     assert view.requests["tenant"][3] == tenant_number(facts.client_id)

@@ -225,6 +225,7 @@ def test_shared_storage_needs_no_names() -> None:
 
 # What is served whole.
 
+IMAGE = {"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}
 UNDIVIDED: list[tuple[str, dict[str, Any]]] = [
     ("/v1/completions", {"n": 2}),
     ("/v1/completions", {"best_of": 2}),
@@ -232,7 +233,7 @@ UNDIVIDED: list[tuple[str, dict[str, Any]]] = [
     ("/v1/completions", {"prompt_logprobs": 0}),
     ("/v1/completions", {"max_tokens": 1}),
     ("/v1/completions", {"prompt": ["Say hello", "Say goodbye"]}),
-    ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": [IMAGE]}]}),
 ]
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from predictor.media_tokens import ESTIMATED_IMAGE_TOKENS
 from protos.block.v1 import common_pb2
 from services.gateway.server import listening
 from services.http.json_body import request_json
@@ -339,10 +340,11 @@ def test_the_facts_that_a_scheduler_receives() -> None:
 
 
 def test_a_scheduler_receives_a_chat_as_text() -> None:
-    """Roles and texts of a chat; max_completion_tokens has precedence over max_tokens."""
+    """Roles and texts of a chat, and tokens of its images; max_completion_tokens has precedence over max_tokens."""
+    image = {"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}
     messages = [
         {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": [{"type": "text", "text": "What is"}, {"type": "image_url", "image_url": {}}]},
+        {"role": "user", "content": [{"type": "text", "text": "What is"}, image]},
         {"role": "assistant", "content": None},
     ]
     fields = {"model": "tiny", "messages": messages, "max_tokens": 9, "max_completion_tokens": 4}
@@ -353,7 +355,7 @@ def test_a_scheduler_receives_a_chat_as_text() -> None:
             (asked,) = here.scheduler.asked
             assert asked.prompt == b"system\nBe brief.\nuser\nWhat is\nassistant"
             assert asked.request.max_tokens == 4
-            assert asked.request.prompt_tokens == round(len(asked.prompt) / 4) + 3 * 4
+            assert asked.request.prompt_tokens == round(len(asked.prompt) / 4) + 3 * 4 + ESTIMATED_IMAGE_TOKENS
 
     run(test)
 

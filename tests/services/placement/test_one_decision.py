@@ -246,6 +246,25 @@ def test_the_asyncio_driver_decides_as_the_reference_does(entry: str, script: Sc
     assert_same(record, reference(script))
 
 
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_of_draining_instances_the_least_busy_one_is_the_last_resort(entry: str) -> None:
+    """They report whatever the policy reads."""
+    busy = {"a": 2, "b": 1, "c": 0}
+    script = Script(
+        policy="block",
+        instances=[
+            ScriptedInstance(name=name, e2e_s=1.0, num_running=number, draining=True) for name, number in busy.items()
+        ],
+        arrivals=[Arrival(after_s=0.01)],
+    )
+    record = Record()
+    with recording(record):
+        drive(script, ENTRIES[entry])
+    (decision,) = record.decisions.values()
+    assert decision.explanation.ranking() == ["c", "b", "a"]
+    assert_same(record, reference(script))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("policy", "name"), CASES)
 def test_the_asyncio_driver_decides_as_the_reference_does_by_every_policy(policy: str, name: str) -> None:

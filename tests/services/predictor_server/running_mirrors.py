@@ -35,6 +35,8 @@ OWN_PATHS = (
     b" /health ",
     b" /tokenize ",
     b" /version ",
+    b" /server_info ",
+    b" /get_server_info ",
 )  # that the sidecar itself requests
 
 

@@ -83,7 +83,7 @@ def test_requests_go_to_instances_of_their_model_that_are_not_excluded() -> None
                 call = client.decide(exclude_instance_ids=["a", "b", "c"])
                 assert "a: excluded by the caller" in await refused(call, grpc.StatusCode.UNAVAILABLE)
                 call = client.decide(client.request(model="o"))
-                assert "'o' is served by no instance; there are m, n" in await refused(call, grpc.StatusCode.NOT_FOUND)
+                assert "The model `o` does not exist. There are m, n." in await refused(call, grpc.StatusCode.NOT_FOUND)
                 assert "request.model: is missing" in await refused(client.decide(client.request(model="")))
 
     run(test)
