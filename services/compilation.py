@@ -29,8 +29,8 @@ def compile_rules(part: int, num_parts: int, on_rule: Callable[[], None] = lambd
     for batcher in list(BATCHERS.values())[part::num_parts]:
         if is_jitted(batcher.schedule):
             kernel = batcher.schedule
-            kernel.compile((kernel.typeof_pyval(state),))  # type: ignore[attr-defined]  # numba defines both
-            were_cached = were_cached and not kernel.stats.cache_misses  # type: ignore[attr-defined]
+            kernel.compile((kernel.typeof_pyval(state),))
+            were_cached = were_cached and not kernel.stats.cache_misses
         on_rule()
     return were_cached
 
