@@ -12,7 +12,7 @@ from predictor.step_time import Curve, StepTime
 
 GENERIC_NAME = "generic"
 KEPT = 0.98  # of an observation's weight, with each later one
-MIN_OBSERVATIONS = 8  # before outliers are told from others
+MIN_OBSERVATIONS = 8  # before outliers are recognized
 FAR = 1.5  # times what is expected
 PRIOR = 1e-3  # weight of the first guess
 MIN_TOKENS = 4  # of one stream in a span of equal load, to learn from

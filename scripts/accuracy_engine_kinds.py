@@ -22,6 +22,7 @@ from predictor.profile import load_profile
 from predictor.request import RequestFacts
 from scripts.processes import Running, block_serving
 from scripts.report import report
+from services.predictor_server.engine_source import DownError
 from services.predictor_server.mirror import RunningMirror, mirroring
 from services.predictor_server.settings import MirrorSettings, SidecarSettings
 from services.warmup import warm_up
@@ -55,7 +56,7 @@ async def measure(engine: Running, kind: str, num: int, rate: float) -> list[dic
 def _is_ready(mirror: RunningMirror) -> bool:
     try:
         mirror.source.refresh()
-    except Exception:  # noqa: BLE001 - the engine's settings are not known yet
+    except DownError:  # the engine's settings are not known yet
         return False
     return True
 

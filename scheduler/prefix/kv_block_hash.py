@@ -25,7 +25,8 @@ def kv_block_hashes(
     vLLM 0.32: `hash_block_tokens` in vllm/v1/core/kv_cache_utils.py, `--prefix-caching-hash-algo sha256`, which is its
     default. A LoRA `adapter` (name and path) and images change the hashes; so do cache salts, which are left out.
     """
-    parent, hashes = _hash(seed), []
+    parent: bytes | None = None
+    hashes: list[bytes] = []
     for end in range(block_size, len(token_ids) + 1, block_size):
         start = end - block_size
         keys: list[tuple[Any, ...]] = [] if adapter is None else [("lora", *adapter)]
@@ -34,7 +35,7 @@ def kv_block_hashes(
             for one in images
             if one.position < end and one.position + one.tokens > start
         ]
-        parent = _hash((parent, tuple(token_ids[start:end]), tuple(keys) or None))
+        parent = next_block_hash(parent, token_ids[start:end], tuple(keys) or None, seed=seed)
         hashes.append(parent)
     return hashes
 

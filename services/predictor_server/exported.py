@@ -385,7 +385,7 @@ class ExportedEngine:
 
     def _approximations(self, engine: Engine) -> tuple[str, ...]:
         """Return what all forecasts of an engine approximate."""
-        named = _approximations(engine)
+        named = _approximations_of_model(engine)
         knows_ranks = not self._is_in_lockstep or self.rank is None or len(self.beside()) + 1 >= self.rank.size
         return named if knows_ranks else (*named, UNKNOWN_RANKS)
 
@@ -467,8 +467,8 @@ def alone_on_the_link(live: np.ndarray, slots: np.ndarray) -> list[int]:
     ]
 
 
-def _approximations(engine: Engine) -> tuple[str, ...]:
-    """Return what all forecasts of an engine approximate: without the contents of its blocks, hits are unknown."""
+def _approximations_of_model(engine: Engine) -> tuple[str, ...]:
+    """Return what the engine model approximates: without the contents of its blocks, hits are unknown."""
     knows_hits = engine.tracks_blocks or not engine.config.enable_prefix_caching
     drafts = approximations_of(engine.config.speculative_method, engine.expected_drafts)
     config = engine.config

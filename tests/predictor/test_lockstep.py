@@ -49,7 +49,7 @@ def test_a_pass_lasts_as_long_as_on_its_slowest_rank() -> None:
 
 
 def test_idle_ranks_run_dummy_batches_until_the_ranks_compare() -> None:
-    """After the last request the ranks go on to the next step at which they compare; then a wave starts anew."""
+    """After the last request the ranks go on to the next step at which they compare; then another wave starts."""
     group = group_of(2, sync_interval=4)
     group.engines[0].add(request("one", output=2))
     group.engines[1].add(request("later", arrival_s=100.0))

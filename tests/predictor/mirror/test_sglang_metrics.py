@@ -1,4 +1,4 @@
-"""Parsing of SGLang's /metrics and /server_info, and how engines are told apart."""
+"""Parsing of SGLang's /metrics and /server_info, and how kinds of engines are recognized."""
 
 from __future__ import annotations
 
@@ -119,6 +119,6 @@ def test_what_is_no_server_info_is_refused(body: bytes) -> None:
         ({}, GENERIC),
     ],
 )  # fmt: skip
-def test_engines_are_told_apart_by_their_replies(replies: dict[str, bytes], kind: str) -> None:
+def test_kinds_of_engines_are_recognized_by_their_replies(replies: dict[str, bytes], kind: str) -> None:
     """By the owner of the models, the names of the metrics, and the paths that only one kind serves."""
     assert kind_of(**{"models": None, "metrics": None, "version": None, "server_info": None, **replies}) == kind

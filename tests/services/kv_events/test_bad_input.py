@@ -88,7 +88,7 @@ def test_an_endpoint_that_is_taken_is_named(tmp_path: Path) -> None:
 def test_endpoints_where_nothing_publishes_are_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody listens at one, and an HTTP server at the other; replays are tried again, more and more rarely."""
+    """No process listens at one, and an HTTP server at the other; replays are tried again, more and more rarely."""
     monkeypatch.setattr("services.kv_events.subscriber.ABSENT_S", 0.1)
     monkeypatch.setattr("services.kv_events.subscriber.REPLAY_TIMEOUT_S", 0.1)
 

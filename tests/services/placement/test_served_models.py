@@ -89,7 +89,7 @@ def test_an_adapter_is_placed_where_it_is_loaded() -> None:
     run(test)
 
 
-def test_an_adapter_that_nobody_has_loaded_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_adapter_that_no_engine_has_loaded_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is served as soon as an engine lists it; engines are not asked for each such request."""
     monkeypatch.setattr(served_models, "LIST_AGAIN_S", 0.0)
     monkeypatch.setattr(served_models, "MAX_LISTS_PER_S", 1e9)
