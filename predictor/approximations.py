@@ -25,6 +25,11 @@ MAX_APPROXIMATIONS = 16  # of one forecast
 MAX_LENGTH = 256  # characters of one
 
 
+def not_modelled(setting: str) -> str:
+    """Return the approximation that a setting of the engine is not modelled."""
+    return f"the engine has {setting[: MAX_LENGTH // 2]}, which is not modelled"
+
+
 def joined(*some: Iterable[str]) -> tuple[str, ...]:
     """Return all of several collections of approximations, each once, in their order."""
     return tuple(dict.fromkeys(sentence for sentences in some for sentence in sentences))

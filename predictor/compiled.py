@@ -15,27 +15,42 @@ from numba.extending import is_jitted
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+FOLDERS = ("predictor", "simulator", "services/emulator")  # those with kernels, also where Block is installed
 HOLDS_KERNELS = re.compile(rb"predictor\.compiled import [^\n]*kernel")
+IMPORT = re.compile(
+    rb"^from (?:\w+\.)*?((?:predictor|simulator|services)[\w.]*) import (\([^)]*\)|[^\n]*)", re.MULTILINE
+)
+CONSTANT = re.compile(rb"\b[A-Z][A-Z0-9_]+\b")
 
 
-def _cache_directory() -> Path:
-    """Name the cache after a digest of the sources.
+def kernel_sources(root: Path) -> list[Path]:
+    """Return the files that contain kernels, and those that define the constants which these files import."""
+    found = {root / "predictor" / "compiled.py"}
+    for folder in FOLDERS:
+        for source in (root / folder).rglob("*.py"):
+            text = source.read_bytes()
+            if HOLDS_KERNELS.search(text):
+                found.add(source)
+                modules = {module.decode() for module, names in IMPORT.findall(text) if CONSTANT.search(names)}
+                found |= {root.joinpath(*module.split(".")).with_suffix(".py") for module in modules}
+    return sorted(source for source in found if source.is_file())  # a package with constants contains kernels itself
+
+
+def cache_name(root: Path) -> str:
+    """Name the cache after a digest of the sources of kernels.
 
     Numba checks only the file of a compiled function, not the files of the functions that it calls; with a digest of
-    all of them, an edit anywhere in the package starts a new cache.
+    all of them, an edit of any of them starts a new cache.
     """
-    package = Path(__file__).parent
     digest = hashlib.sha256()
-    for source in sorted(package.rglob("*.py")):
-        text = source.read_bytes()
-        if HOLDS_KERNELS.search(text) or source == Path(__file__):
-            digest.update(text)
-    home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
-    return home / "block" / f"kernels-{digest.hexdigest()[:16]}"
+    for source in kernel_sources(root):
+        digest.update(source.read_bytes())
+    return f"kernels-{digest.hexdigest()[:16]}"
 
 
 if "NUMBA_CACHE_DIR" not in os.environ:
-    numba_config.CACHE_DIR = str(_cache_directory())  # type: ignore[attr-defined]  # numba defines it at run time
+    home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+    numba_config.CACHE_DIR = str(home / "block" / cache_name(Path(__file__).parents[1]))  # type: ignore[attr-defined]  # numba defines it at run time
 
 
 OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "_nrt": False}

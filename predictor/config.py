@@ -317,6 +317,11 @@ class EngineConfig:
         return 2 if self.async_scheduling else 1
 
     @property
+    def overlaps_fetches(self) -> bool:
+        """Whether it plans steps ahead, and fetches KV blocks meanwhile."""
+        return self.pipeline_depth > 1 and self.kv_role in FETCHING_ROLES
+
+    @property
     def num_cpu_loras(self) -> int:
         """How many LoRA adapters are in host memory at most."""
         return self.max_cpu_loras or self.max_loras

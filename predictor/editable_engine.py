@@ -12,12 +12,12 @@ from predictor import remote_kv
 from predictor.compiled import direct
 from predictor.config import EngineConfig
 from predictor.engine import Engine
-from predictor.engine_replica import ReportedState, ReportedStep
+from predictor.reported_state import ReportedState, ReportedStep
 from predictor.reported_transfers import fetch_starts
 from predictor.request import RequestFacts
 from predictor.reserved_requests import Length
 from predictor.snapshot import Snapshot
-from predictor.snapshot_conversion import snapshot_of
+from predictor.snapshot_of_engine import snapshot_of
 from predictor.state import (
     FETCHING,
     FINISHED,

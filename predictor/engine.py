@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -14,9 +13,12 @@ from predictor.compiled import direct
 from predictor.config import FETCHING_ROLES, HOLDING_ROLES, EngineConfig
 from predictor.encoder_inputs import ABSENT
 from predictor.lengths import DEFAULT_RESIDUAL
+from predictor.loop import ANY_NUMBER, FOREVER
+from predictor.outcome import Outcome, StepRecord, happened
 from predictor.request import (
     DECODE,
     LEGS,
+    NO_ADAPTER,
     NO_TENANT,
     PREFILL,
     REAL_TIME,
@@ -27,23 +29,10 @@ from predictor.request import (
 )
 from predictor.snapshot import LoadedAdapter, Memory
 from predictor.speculation import ExpectedDrafts
-from predictor.state import (
-    FETCHING,
-    FINISHED,
-    HELD,
-    NO_TRANSFER,
-    NONE,
-    TO_FETCH,
-    State,
-    allocate,
-    expect_drafts,
-    new_request,
-    widen,
-)
-from predictor.step_time import REGIONS, StepTime, tabulate
-
-FOREVER = math.inf
-ANY_NUMBER = 1 << 62
+from predictor.state import FETCHING, FINISHED, HELD, NO_TRANSFER, NONE, TO_FETCH, State, new_request
+from predictor.state_allocation import allocate, expect_drafts, widen
+from predictor.step_time import REGIONS, StepTime
+from predictor.tabulated_costs import tabulate
 
 drive = direct(loop.drive)
 announce = direct(queues.announce)
@@ -51,53 +40,6 @@ end_fetch = direct(remote_kv.end_fetch)
 fetch_end_s = direct(remote_kv.fetch_end_s)
 set_end = direct(remote_kv.set_end)
 bring_adapter = direct(adapters.bring)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """What a request has experienced; the times of events that have not happened are None."""
-
-    request_id: str
-    arrival_s: float
-    prompt_tokens: int
-    output_tokens: int
-    prefix_hit_tokens: int
-    num_preemptions: int
-    scheduled_s: float | None
-    first_token_s: float | None
-    finished_s: float | None
-    tokens_on_time: int | None = None  # None where no token has a deadline
-
-    @property
-    def ttft_s(self) -> float | None:
-        """Time from arrival to the first token."""
-        return None if self.first_token_s is None else self.first_token_s - self.arrival_s
-
-    @property
-    def e2e_s(self) -> float | None:
-        """Time from arrival to the last token."""
-        return None if self.finished_s is None else self.finished_s - self.arrival_s
-
-    @property
-    def tpot_s(self) -> float | None:
-        """Mean time per output token after the first."""
-        if self.finished_s is None or self.first_token_s is None or self.output_tokens < 2:
-            return None
-        return (self.finished_s - self.first_token_s) / (self.output_tokens - 1)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepRecord:
-    """One planned step: the engine's queues and blocks just after planning it."""
-
-    step: int
-    start_s: float
-    end_s: float
-    scheduled: dict[str, int]
-    running: list[str]
-    waiting: list[str]
-    free_blocks: int
-    preempted: list[str]
 
 
 class Engine:
@@ -418,9 +360,9 @@ class Engine:
             output_tokens=int(row.output_tokens),
             prefix_hit_tokens=int(row.hit_tokens),
             num_preemptions=int(row.num_preemptions),
-            scheduled_s=_happened(row.scheduled_s),
-            first_token_s=_happened(row.first_token_s),
-            finished_s=_happened(row.finished_s),
+            scheduled_s=happened(row.scheduled_s),
+            first_token_s=happened(row.first_token_s),
+            finished_s=happened(row.finished_s),
             tokens_on_time=int(row.tokens_on_time) if row.tokens_on_time >= 0 else None,
         )
 
@@ -503,10 +445,6 @@ def _facts_row(request: RequestFacts, config: EngineConfig) -> tuple[float, ...]
         request.weight,
         tenant_number(request.client_id) if request.client_id else NO_TENANT,
         0 if request.request_class == REAL_TIME else 1,
-        adapter_number(request.adapter) if request.adapter else adapters.NO_ADAPTER,
+        adapter_number(request.adapter) if request.adapter else NO_ADAPTER,
         len(request.encoder_inputs) if config.max_num_encoder_input_tokens else 0,
     )
-
-
-def _happened(time_s: float) -> float | None:
-    return None if time_s < 0 else float(time_s)

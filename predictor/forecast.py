@@ -9,12 +9,14 @@ import numpy as np
 
 from predictor import loop, queues
 from predictor.batching import is_compiled
-from predictor.compiled import direct, inner_kernel, interpreted, kernel, small_kernel
-from predictor.engine import ANY_NUMBER, FOREVER, Engine
+from predictor.compiled import direct, inner_kernel, kernel, small_kernel
+from predictor.engine import Engine
 from predictor.forecast_result import Forecast, averaged, merged
+from predictor.loop import ANY_NUMBER, FOREVER
 from predictor.request import RequestFacts
 from predictor.request_group import Placeable, RequestGroup
-from predictor.state import DECODE_LEG, FINISHED, NO_TRANSFER, NONE, State, copy_into, layer, stack_like
+from predictor.state import DECODE_LEG, FINISHED, NO_TRANSFER, NONE, State
+from predictor.state_copies import copy_into, interpreted_layer, layer, stack_like
 
 RESULT = np.dtype(
     [
@@ -50,7 +52,7 @@ class Forecaster:
         """Initialise it for an engine, with copies of its state to simulate in."""
         self.engine = engine
         self._simulate = (
-            simulate_directly if is_compiled(engine.batcher) else simulation_with(engine.drive, interpreted(layer))
+            simulate_directly if is_compiled(engine.batcher) else simulation_with(engine.drive, interpreted_layer)
         )
         self._serial: int | None = None
         self._ready = np.zeros(2, np.int64)  # what the layers that candidates share can be used for
@@ -231,7 +233,7 @@ def simulation_with(drive: Callable[..., None], layer: Callable[[State, State, i
     return simulate
 
 
-_simulate = inner_kernel(simulation_with(loop.drive, layer))
+_simulate = inner_kernel(simulation_with(loop.run, layer))
 
 
 @kernel

@@ -23,8 +23,9 @@ class Forecast:
     lengths were tried. `others_missed` counts the other requests that miss a deadline because of this one and would
     not without it, on average over these lengths. The gain is the summed weight of the tokens that come by their
     deadlines from now on, without and with this request, and `least_slack_s` the least time to its deadline at which
-    any token comes, of requests none of whose tokens were late before; infinite without deadlines.
+    a token comes in time, of requests none of whose tokens were late before; infinite without deadlines.
 
+    `prefix_hit_tokens` are None where it is not known what is cached; the times are then those without a hit.
     `unmeasured` is the share of the simulated time in steps whose batches lie outside of what the profile measured.
     `offloaded_hit_tokens` of the prompt are on an off-loading tier, behind the prefix hits.
     `approximations` are sentences of `predictor.approximations`.
@@ -37,7 +38,7 @@ class Forecast:
     queue_s: float
     output_tokens: int
     num_preemptions: int
-    prefix_hit_tokens: int
+    prefix_hit_tokens: int | None
     others_preempted: int | None = None
     delay_sum_s: float | None = None
     delay_worst_s: float | None = None
@@ -86,7 +87,7 @@ def merged(forecasts: Sequence[Forecast], request_id: str, leaders: Sequence[int
         queue_s=min(one.queue_s for one in forecasts),
         output_tokens=sum(one.output_tokens for one in forecasts),
         num_preemptions=sum(one.num_preemptions for one in forecasts),
-        prefix_hit_tokens=sum(forecasts[leader].prefix_hit_tokens for leader in leaders),
+        prefix_hit_tokens=sum(forecasts[leader].prefix_hit_tokens or 0 for leader in leaders),
         fetched_s=None if last.fetched_s is None else max(one.fetched_s or 0.0 for one in forecasts),
         attained=min(one.attained for one in forecasts),
     )

@@ -133,14 +133,21 @@ class _Seen:
 
     arrived_s: float
     prompt_tokens: int
+    streamed: bool  # else its tokens are seen at its end
     is_alone: bool  # no other prompt was computed while its own was
     num_ahead: int  # prompt tokens that arrived before and were not computed
     num_decoding: int
-    tokens_then: int  # of all others, as it arrived
+    num_streams: int  # of these, whose tokens are seen
+    tokens_then: int  # received by all others, as it arrived
     first_s: float | None = None
     num_tokens: int = 0
     predicted_ttft_s: float = 0.0
     step_sum_s: float = 0.0  # predicted step time by tokens received
+
+    @property
+    def awaits_first_token(self) -> bool:
+        """Whether its first token will be seen; a request that is not streamed counts as one that decodes."""
+        return self.streamed and self.first_s is None
 
 
 @dataclass(slots=True)
@@ -148,7 +155,8 @@ class _Span:
     """A time in which the same requests decode, and no prompt is computed."""
 
     since_s: float
-    tokens: dict[str, int] = field(default_factory=dict)
+    tokens: dict[str, int] = field(default_factory=dict)  # of those that are streamed
+    num_decoding: int = 0
 
 
 class GenericEstimator:
@@ -167,25 +175,28 @@ class GenericEstimator:
         self._interrupts = 0.0  # above 0: prefills interrupt decodes
         self._num_ended = 0
 
-    def arrive(self, name: str, prompt_tokens: int, now_s: float) -> None:
+    def arrive(self, name: str, prompt_tokens: int, now_s: float, *, streamed: bool = True) -> None:
         """Take that a request is sent."""
-        self._end_span(now_s)
-        pending = [one for one in self._requests.values() if one.first_s is None]
+        self._learn_span(now_s)
+        pending = [one for one in self._requests.values() if one.awaits_first_token]
         for one in pending:
             one.is_alone = False
         ahead = sum(one.prompt_tokens for one in pending)
         seen = _Seen(
             arrived_s=now_s,
             prompt_tokens=prompt_tokens,
+            streamed=streamed,
             is_alone=not pending,
             num_ahead=ahead,
             num_decoding=self.num_decoding,
+            num_streams=sum(one.first_s is not None for one in self._requests.values()),
             tokens_then=self._num_received,
         )
         seen.predicted_ttft_s = self._prefill.at(ahead + prompt_tokens) + (
             self._decode.at(seen.num_decoding) if seen.num_decoding else 0.0
         )
         self._requests[name] = seen
+        self._start_span(now_s)
 
     def correct_prompt(self, name: str, prompt_tokens: int) -> None:
         """Take the real length of a prompt."""
@@ -209,22 +220,24 @@ class GenericEstimator:
 
     def end(self, name: str, num_tokens: int, now_s: float, *, completed: bool) -> None:
         """Take that a request has ended."""
-        if completed:
+        seen = self._requests.get(name)
+        if seen is not None and completed and seen.first_s is None and not seen.streamed:
+            self._learn_from_whole(seen, num_tokens, now_s)
+        elif completed:
             self.receive(name, num_tokens, now_s)
-        self._end_span(now_s)
-        seen = self._requests.pop(name, None)
+        self._learn_span(now_s)
+        self._requests.pop(name, None)
+        self._start_span(now_s)
         if seen is None or not completed or seen.num_tokens < 1 or now_s <= seen.arrived_s:
             return
-        if seen.first_s == now_s and num_tokens > 1:  # it was not streamed
-            seen.step_sum_s = (num_tokens - 1) * self._decode.at(max(1, self.num_decoding))
         predicted_s = seen.predicted_ttft_s + seen.step_sum_s
         self._errors.append(abs(predicted_s / (now_s - seen.arrived_s) - 1))
         self._num_ended += 1
 
     @property
     def num_decoding(self) -> int:
-        """Number of requests that have a token and have not ended."""
-        return sum(one.first_s is not None for one in self._requests.values())
+        """Number of requests that have a token, or whose tokens are not seen, and that have not ended."""
+        return sum(not one.awaits_first_token for one in self._requests.values())
 
     def parameters(self) -> GenericParameters:
         """Return what is learnt so far."""
@@ -259,19 +272,33 @@ class GenericEstimator:
         if not seen.is_alone:
             return
         self._prefill.observe(seen.prompt_tokens, max(0.0, ttft_s - step_s / 2))
-        if seen.num_decoding and ttft_s > 3 * step_s > 0:
-            tokens_of_others = (self._num_received - seen.tokens_then - seen.num_tokens) / seen.num_decoding
+        if seen.num_streams and ttft_s > 3 * step_s > 0:
+            tokens_of_others = (self._num_received - seen.tokens_then - seen.num_tokens) / seen.num_streams
             flows = tokens_of_others >= 0.5 * ttft_s / step_s
             self._interrupts = 0.8 * self._interrupts + (-0.2 if flows else 0.2)
 
+    def _learn_from_whole(self, seen: _Seen, num_tokens: int, now_s: float) -> None:
+        """Learn the time of a decode from a response that came in one piece, at the mean of the loads around it."""
+        num_decodes, load = max(0, num_tokens - 1), (seen.num_decoding + 1 + self.num_decoding) / 2
+        seen.num_tokens, seen.step_sum_s = num_tokens, num_decodes * self._decode.at(load)
+        decoding_s = now_s - seen.arrived_s - seen.predicted_ttft_s
+        if num_decodes >= MIN_TOKENS and decoding_s > 0:
+            self._decode.observe(load, decoding_s / num_decodes)
+
     def _end_span(self, now_s: float) -> None:
         """Learn the time of a decode from a span of equal load, and start the next."""
+        self._learn_span(now_s)
+        self._start_span(now_s)
+
+    def _learn_span(self, now_s: float) -> None:
         span, seconds = self._span, now_s - self._span.since_s
         gained = [
             self._requests[name].num_tokens - before for name, before in span.tokens.items() if name in self._requests
         ]
         if gained and max(gained) >= MIN_TOKENS and seconds > 0:
-            self._decode.observe(len(span.tokens), seconds / max(gained))
-        waits_for_prompt = any(one.first_s is None for one in self._requests.values())
+            self._decode.observe(span.num_decoding, seconds / max(gained))
+
+    def _start_span(self, now_s: float) -> None:
+        waits_for_prompt = any(one.awaits_first_token for one in self._requests.values())
         tokens = {name: one.num_tokens for name, one in self._requests.items() if one.first_s is not None}
-        self._span = _Span(now_s, {} if waits_for_prompt else tokens)
+        self._span = _Span(now_s, {} if waits_for_prompt else tokens, self.num_decoding)

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from predictor.adapters import NO_ADAPTER
 from predictor.compiled import direct, kernel
 from predictor.config import EngineConfig
 from predictor.engine import Engine
@@ -16,6 +15,7 @@ from predictor.forecast import Forecaster
 from predictor.load import LOAD, NONE_YET, added, shown
 from predictor.profile import constant_profile
 from predictor.remote_kv import is_under_way
+from predictor.request import NO_ADAPTER
 from predictor.state import HELD, NO_TRANSFER, State
 
 MINUTE_S = 60.0

@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from predictor import steps
-from predictor.batching import ordered
+from predictor.batching import ordered_requests
 from predictor.compiled import kernel, small_kernel
 from predictor.state import NO_TRANSFER, State
-from predictor.step_time import DECODE_REGION, PREFILL_REGION, step_seconds
+from predictor.step_time import DECODE_REGION, PREFILL_REGION
+from predictor.tabulated_costs import step_seconds
 
 LOAD = ("decode_step_s", "queued_prefill_s", "least_tpot_slo_s")  # the indicators that `shown` returns
 NONE_YET = (0.0, 0.0, 0.0, 0.0, np.inf)  # requests, their context, the longest one, seconds of prefill, shortest target
@@ -24,8 +25,8 @@ def added(state: State, slot: int, sums: Sums) -> Sums:
     tokens = float(request.prompt_tokens + request.output_tokens)
     left = tokens - request.computed_tokens
     if left > 1 and request.stage == NO_TRANSFER:
-        token_s, sequence_s, _, _ = ordered.unit_costs_s(state)
-        prefill_s += token_s * left + sequence_s + ordered.prefill_s(state, left, request.computed_tokens)
+        token_s, sequence_s, _, _ = ordered_requests.unit_costs_s(state)
+        prefill_s += token_s * left + sequence_s + ordered_requests.prefill_s(state, left, request.computed_tokens)
     if not is_missed(state, slot):
         target_s = state.facts[slot].tpot_slo_s
         tpot_s = min(tpot_s, target_s)  # in this order: NaN is no target

@@ -19,9 +19,11 @@ from typing import Any
 from predictor import steps
 from predictor.compiled import direct
 from predictor.data_parallel import DEFAULT_RULES, LockstepRules
-from predictor.engine import FOREVER, Engine
+from predictor.engine import Engine
+from predictor.loop import FOREVER
 from predictor.state import NONE, State
-from predictor.step_time import DECODE_REGION, step_seconds
+from predictor.step_time import DECODE_REGION
+from predictor.tabulated_costs import step_seconds
 
 retire = direct(steps.retire)
 

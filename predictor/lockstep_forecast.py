@@ -9,17 +9,18 @@ meanwhile at a rank without any, and no local scheduler decides by the time.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from predictor import forecast, loop, queues
-from predictor.batching import fill
-from predictor.compiled import direct, inner_kernel, kernel
-from predictor.engine import ANY_NUMBER, FOREVER, Engine
+from predictor.compiled import direct, kernel
+from predictor.engine import Engine
 from predictor.forecast import Forecaster
-from predictor.state import NONE, State, copy_into, layer, stack_like
+from predictor.loop import ANY_NUMBER, FOREVER
+from predictor.state import NONE, State
+from predictor.state_copies import copy_into, layer, stack_like
 
 MAX_PASSES = 512  # of the other ranks, whose steps are known; then each rank is on its own
 
@@ -35,11 +36,10 @@ def record_passes(workspace: State, source: State, seconds: np.ndarray) -> int:
         younger = state.steps[(engine.oldest + 1) % 2]
         seconds[0] = younger.end_s - younger.start_s
         count = 1
-    unwatched = np.int64(NONE)
     while count < len(seconds):
         engine.steady = 0
         num_steps = engine.num_steps
-        loop.drive(state, np.inf, num_steps + 1, unwatched)  # type: ignore[arg-type]  # numba's integers
+        loop.run(state, np.inf, num_steps + 1, NONE)
         if engine.num_steps == num_steps:
             break
         last = state.steps[(engine.oldest + engine.num_in_flight - 1) % 2]
@@ -48,28 +48,25 @@ def record_passes(workspace: State, source: State, seconds: np.ndarray) -> int:
     return count
 
 
-def drive_in_group_with(schedule: Callable[[State], bool]) -> Callable[..., None]:
-    """Return the loop of a rank, whose steps are at least as long as those of the other ranks."""
-
-    def drive_in_group(
-        state: State, least_s: np.ndarray, first_step: int, until_s: float, last_step: int, watched: int
-    ) -> None:
-        while loop.reach_plan(state, until_s, last_step, watched):
-            engine = state.engine[0]
-            num_steps = engine.num_steps
-            engine.steady_limit_s = np.inf
-            engine.steady = schedule(state)
-            loop.send(state)
-            place = num_steps - first_step
-            if engine.num_steps > num_steps and 0 <= place < len(least_s):
-                last = state.steps[(engine.oldest + engine.num_in_flight - 1) % 2]
-                last.end_s = max(last.end_s, last.start_s + least_s[place])
-                engine.steady = 0  # the next one may be longer, or shorter
-
-    return drive_in_group
-
-
-_drive = inner_kernel(drive_in_group_with(fill))
+@kernel
+def drive_in_group(
+    state: State, least_s: np.ndarray, first_step: int, until_s: float, last_step: int, watched: int
+) -> None:
+    """Run a rank as `loop.drive` does, with steps that are at least as long as those of the other ranks."""
+    engine = state.engine[0]
+    while engine.num_steps < last_step:
+        num_steps = engine.num_steps
+        place = num_steps - first_step
+        if not 0 <= place < len(least_s):
+            loop.run(state, until_s, last_step, watched)
+            return
+        engine.steady = 0  # each may have another length than the one before
+        loop.run(state, until_s, num_steps + 1, watched)
+        if engine.num_steps == num_steps:
+            return
+        last = state.steps[(engine.oldest + engine.num_in_flight - 1) % 2]
+        last.end_s = max(last.end_s, last.start_s + least_s[place])
+        engine.steady = 0
 
 
 @kernel
@@ -108,7 +105,7 @@ def simulate_in_group(
     `least_s` are the least seconds of the steps that follow; `end_s` is when the pass under way ends on the slowest
     rank, and `younger_s` how long the pass takes that is already planned behind it.
     """
-    unwatched, any_number, tail = np.int64(NONE), np.int64(ANY_NUMBER), np.int64(loop.TAIL_OF_QUEUE)
+    unwatched, any_number, tail = NONE, ANY_NUMBER, loop.TAIL_OF_QUEUE
     first_step = source.engine[0].num_steps
     shared = layer(workspace, source, forecast.SHARED)
     purpose = forecast.HAS_TOKENS_ON_TIME if delays else forecast.HAS_TIMES
@@ -120,12 +117,12 @@ def simulate_in_group(
         shared.engine[0].unmeasured_s = 0.0
         hold_until(shared, end_s, younger_s)
         if not shared.engine[0].by_priority and queues.last_arrival_s(shared) <= now_s:
-            _drive(shared, least_s, first_step, FOREVER, any_number, tail)
+            drive_in_group(shared, least_s, first_step, FOREVER, any_number, tail)
             ready[forecast.SHARED] = purpose
     alone = layer(workspace, source, forecast.ALONE)
     if delays and ready[forecast.ALONE] < purpose:
         copy_into(alone, shared)
-        _drive(alone, least_s, first_step, FOREVER, any_number, unwatched)
+        drive_in_group(alone, least_s, first_step, FOREVER, any_number, unwatched)
         ready[forecast.ALONE] = purpose
     after = layer(workspace, source, forecast.WITH_CANDIDATE)
     first = 0
@@ -136,7 +133,7 @@ def simulate_in_group(
             forecast.stop_counting_on_time(after)
         forecast.announce_all(after, source, slots, first, end)
         for position in range(first, first + 1 if delays else end):
-            _drive(after, least_s, first_step, FOREVER, any_number, unwatched if delays else slots[position])
+            drive_in_group(after, least_s, first_step, FOREVER, any_number, unwatched if delays else slots[position])
         for position in range(first, end):
             forecast.read_result(after, slots[position], now_s, results[position])
         if delays:

@@ -20,6 +20,7 @@ LEGS = (SERVE, PREFILL, DECODE)
 MAX_PRIORITY = 2**31
 MAX_QUANTILES = 9  # of a response's length
 NO_TENANT = 0  # the tenant number of a request without a client id
+NO_ADAPTER = NO_TENANT  # the adapter number of a request for a base model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,7 +196,7 @@ def tenant_number(client_id: str) -> int:
 
 
 def adapter_number(adapter: str) -> int:
-    """Number a LoRA adapter, the same in every process; 0 for the base model."""
+    """Number a LoRA adapter, the same in every process; NO_ADAPTER for the base model."""
     return tenant_number(adapter)
 
 

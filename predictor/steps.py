@@ -7,7 +7,8 @@ import numpy as np
 from predictor import adapters, blocks, encoder_inputs, estimator, queues
 from predictor.compiled import kernel, small_kernel
 from predictor.state import EXPECTED, FINISHED, PENDING, RUNNING, WAITING, State
-from predictor.step_time import is_measured, region_of, step_seconds
+from predictor.step_time import region_of
+from predictor.tabulated_costs import is_measured, step_seconds
 
 
 @small_kernel
@@ -283,10 +284,10 @@ def propose(state: State, entry: np.record) -> None:
 
 @small_kernel
 def count_on_time(state: State, slot: int) -> None:
-    """Count the token that a request has just got, if it came by its deadline; keep the least slack."""
+    """Count the token that a request has just got, if it came by its deadline; keep the least slack of those."""
     engine, request = state.engine[0], state.requests[slot]
     slack_s = due_s(state, slot, request.output_tokens) - engine.now_s  # NaN without a deadline
-    if request.tokens_on_time == request.output_tokens - 1 and slack_s < engine.least_slack_s:
+    if request.tokens_on_time == request.output_tokens - 1 and 0 <= slack_s < engine.least_slack_s:
         engine.least_slack_s = slack_s
     engine.num_setbacks += request.tokens_on_time == request.output_tokens - 1 and slack_s < 0
     if slack_s >= 0:

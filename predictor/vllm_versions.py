@@ -13,6 +13,7 @@ from itertools import accumulate
 Release = tuple[int, int]  # such as (0, 32)
 
 SPECULATION: tuple[Release, ...] = ((0, 30), (0, 31), (0, 32))  # releases whose speculative decoding is modelled
+LATE_FREES: tuple[Release, ...] = ((0, 28), (0, 29))  # preempt requests whose KV blocks are free only a step later
 DEFAULT: Release = (0, 32)  # of engines whose version is not known: the newest whose CPU build is tested
 _RELEASE = re.compile(r"v?(\d{1,4})\.(\d{1,4})(?![\d])")
 
@@ -80,12 +81,19 @@ def rules_for(version: str) -> ChosenRules:
     return ChosenRules(RULES[nearest], nearest, is_exact=False)
 
 
-def approximations_of(version: str, *, speculates: bool) -> tuple[str, ...]:
-    """Return what forecasts of an engine of this version approximate: nothing where all its rules are known."""
+def approximations_of(version: str, *, speculates: bool, overlaps_fetches: bool) -> tuple[str, ...]:
+    """Return what forecasts of an engine of this version approximate: nothing where all its rules are known.
+
+    An engine with asynchronous scheduling that fetches KV blocks `overlaps_fetches` with its steps.
+    """
     chosen, named = rules_for(version), []
     if not chosen.is_exact:
         major, minor = release_of(version)
         named.append(f"vLLM {major}.{minor} is not known, and is forecast by the rules of {chosen.name}")
     if speculates and chosen.release not in SPECULATION:
         named.append(f"speculative decoding of vLLM {chosen.name} is forecast by the rules of 0.32")
+    if overlaps_fetches and chosen.release in LATE_FREES:
+        named.append(
+            f"preemption in vLLM {chosen.name} with a KV connector that fetches is forecast by the rules of 0.30"
+        )
     return tuple(named)

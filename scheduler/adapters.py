@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from predictor.request import NO_ADAPTER
 from scheduler.indicators import Column
-
-NO_ADAPTER = 0  # the number of a request without one
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from scheduler.adapters import NO_ADAPTER, AdapterIndex
+from predictor.request import NO_ADAPTER
+from scheduler.adapters import AdapterIndex
 from scheduler.indicators import INDEX_OF, INDICATORS, Column, IndicatorSource, require_indicator
 
 Rows = npt.NDArray[np.intp]
@@ -27,6 +28,7 @@ class RequestIndicators:
     tag_tokens: float = math.nan
     due_s: float = math.inf
     tpot_slo_s: float = math.inf
+    late: int = 0  # 1: its deadlines cannot be kept any more, and are given up
     prefix_class: Hashable = None
     adapter: int = NO_ADAPTER  # `predictor.request.adapter_number`
 
@@ -147,7 +149,7 @@ class Candidates:
             return self._of_candidates(of(self.request.adapter, self.known.instance_ids))
         if indicator.source is IndicatorSource.LISTED:
             return self._listed(name)
-        if name in ("prompt_tokens", "tag_tokens", "tpot_slo_s"):
+        if name in ("prompt_tokens", "tag_tokens", "tpot_slo_s", "late"):
             return np.full(len(self), getattr(self.request, name), np.float64)
         return np.full(len(self), indicator.otherwise)
 

@@ -30,8 +30,10 @@ from scheduler.policy import Policy
 from scheduler.sessions import SESSION_HERE
 
 NONE = -1  # no position
-LASTING = {*INDEX_OF, SESSION_HERE}  # indicators that do not depend on forecasts
-OF_TARGETS = ("ttft_left_s", "tpot_slo_s", "tier_closed", "tier_ratio", "tier_fits")  # derived from a request's targets
+HITS = "prefix_hit_tokens"  # estimated, until a forecast knows them
+LASTING = {*INDEX_OF, SESSION_HERE, HITS}  # indicators that do not depend on forecasts
+# derived from a request's targets
+OF_TARGETS = ("ttft_left_s", "tpot_slo_s", "late", "tier_closed", "tier_ratio", "tier_fits")
 NO_CANDIDATES: dict[str, Candidate] = {}  # never written to
 EMPTY: Mapping[str, Any] = MappingProxyType({})
 
@@ -124,7 +126,11 @@ class Comparison:
             compared = self.compared = replace(
                 compared, columns={name: column for name, column in compared.columns.items() if name in LASTING}
             )
-        compared.add(forecast_columns(self.corrected(), policy.forecast_columns))
+        estimated = compared.columns.get(HITS)
+        columns = forecast_columns(self.corrected(), policy.forecast_columns)
+        if estimated is not None and HITS in columns:  # an engine whose cache is not known leaves the estimate
+            columns[HITS] = np.where(np.isnan(columns[HITS]), estimated, columns[HITS])
+        compared.add(columns)
         self.complete(compared)
         self.score()
 

@@ -141,7 +141,7 @@ class Decision:
         return self._go_on(self.admission.next_step(now_s), now_s)
 
     def cancel(self, now_s: float) -> Sequence[str]:
-        """Nobody waits for the decision any more; return the instances whose reservations are to be released."""
+        """End a decision whose caller has left; return the instances whose reservations are to be released."""
         if self.admission is not None:
             self.admission.leave(now_s)
         return ()
@@ -214,7 +214,8 @@ class Decision:
             until = self._until()
             self._has_verdicts = until != TO_THE_END
             with_delays = self.policy.needs_delays
-            self._asked = Ask(shortlisted, others, with_delays, comparison.leg, comparison.in_s, until)
+            min_slack_s = self.policy.min_slack_s[self.request.indicators.late] if until == OTHERS_KEPT else 0.0
+            self._asked = Ask(shortlisted, others, with_delays, comparison.leg, comparison.in_s, until, min_slack_s)
             return self._asked
         comparison.compared = shortlisted
         return self._decide(now_s)
@@ -222,7 +223,9 @@ class Decision:
     def _until(self) -> int:
         """Return how far forecasts have to be simulated; a refusal says by the whole of them when to come again."""
         admission = self.admission
-        if admission is None or not (admission.may_wait and self.policy.needs_verdicts):
+        if admission is None or not admission.may_wait:
+            return TO_THE_END
+        if not self.policy.needs_verdicts(patient=admission.is_patient):
             return TO_THE_END
         if self.request.objective.when_late == SHED_LATE:
             return TO_THE_END

@@ -190,7 +190,7 @@ class DisaggregatedDecision(Decision):
         return self._without_prefill(WHOLE_PREFILL_DOWN, now_s)
 
     def cancel(self, now_s: float) -> Sequence[str]:
-        """Nobody waits for the decision any more; return the instances whose reservations are to be released."""
+        """End a decision whose caller has left; return the instances whose reservations are to be released."""
         super().cancel(now_s)
         return () if self._decode_reserved_s is None or self._is_placed else (self.comparison.chosen_id,)
 

@@ -60,6 +60,11 @@ def _reported(name: str, unit: str, meaning: str, otherwise: float = math.nan) -
     return Indicator(name=name, unit=unit, meaning=meaning, source=IndicatorSource.REPORTED, otherwise=otherwise)
 
 
+def _flag(name: str, meaning: str, source: IndicatorSource) -> Indicator:
+    """Describe what holds for an instance, or does not."""
+    return Indicator(name=name, unit="0 or 1", meaning=meaning, source=source, otherwise=0.0)
+
+
 def _forecast(name: str, unit: str, meaning: str) -> Indicator:
     return Indicator(name=name, unit=unit, meaning=meaning, source=IndicatorSource.FORECAST)
 
@@ -129,25 +134,27 @@ OTHERS = (
         source=IndicatorSource.REQUEST,
     ),
     Indicator(
+        name="late",
+        unit="0 or 1",
+        meaning="1 where this request's deadlines cannot be kept any more, and are given up",
+        source=IndicatorSource.REQUEST,
+    ),
+    Indicator(
         name="prefix_hit_tokens",
         unit="tokens",
         meaning="of this request's prompt that the prefix cache holds",
         source=IndicatorSource.PREFIX,
         otherwise=0.0,
     ),
-    Indicator(
-        name="adapter_active",
-        unit="0 or 1",
-        meaning="1 where this request's LoRA adapter is in GPU memory, or a request there has it; 1 without an adapter",
-        source=IndicatorSource.ADAPTERS,
-        otherwise=0.0,
+    _flag(
+        "adapter_active",
+        "1 where this request's LoRA adapter is in GPU memory, or a request there has it; 1 without an adapter",
+        IndicatorSource.ADAPTERS,
     ),
-    Indicator(
-        name="adapter_loaded",
-        unit="0 or 1",
-        meaning="1 where this request's LoRA adapter is in GPU or host memory; 1 without an adapter",
-        source=IndicatorSource.ADAPTERS,
-        otherwise=0.0,
+    _flag(
+        "adapter_loaded",
+        "1 where this request's LoRA adapter is in GPU or host memory; 1 without an adapter",
+        IndicatorSource.ADAPTERS,
     ),
     Indicator(
         name="tier_tpot_s",
@@ -156,20 +163,12 @@ OTHERS = (
         source=IndicatorSource.LISTED,
         otherwise=math.inf,
     ),
-    Indicator(
-        name="tier_closed",
-        unit="0 or 1",
-        meaning="1 where it takes new requests of this tier only; 0 without a tier for a request without a TPOT target",
-        source=IndicatorSource.LISTED,
-        otherwise=0.0,
+    _flag(
+        "tier_closed",
+        "1 where it takes new requests of this tier only; 0 without a tier for a request without a TPOT target",
+        IndicatorSource.LISTED,
     ),
-    Indicator(
-        name="session_here",
-        unit="0 or 1",
-        meaning="whether the last request of this request's session went there",
-        source=IndicatorSource.SESSION,
-        otherwise=0.0,
-    ),
+    _flag("session_here", "whether the last request of this request's session went there", IndicatorSource.SESSION),
     _forecast("predicted_ttft_s", "s", "until this request's first token"),
     _forecast("predicted_e2e_s", "s", "until this request's last token"),
     _forecast("predicted_tpot_s", "s", "between this request's tokens"),
@@ -182,7 +181,9 @@ OTHERS = (
     _forecast("others_missed", "requests", "there that miss a deadline because of this one, and would miss none else"),
     _forecast("gain_before", "gain", "weights of tokens that come by their deadlines there, in sum, without this one"),
     _forecast("gain_after", "gain", "the same with this request"),
-    _forecast("least_slack_s", "s", "to its deadline at which a token comes there, at least; of requests not late yet"),
+    _forecast(
+        "least_slack_s", "s", "to its deadline, at least, of a token that comes in time; of requests not late yet"
+    ),
     _forecast(
         "offloaded_hit_tokens", "tokens", "of this request's prompt on off-loading tiers, behind the prefix hits"
     ),

@@ -26,7 +26,8 @@ class Ask(NamedTuple):
     """Have instances forecast a leg of the request that arrives there in `in_s`.
 
     The policy compares `candidates`; `others` are asked as well. `until` says how far a forecast has to be simulated
-    (`TO_THE_END`, `ALL_KEPT`, `OTHERS_KEPT`); one that was simulated further does as well.
+    (`TO_THE_END`, `ALL_KEPT`, `OTHERS_KEPT`, of which the last may end where there is less slack than `min_slack_s`);
+    one that was simulated further does as well.
     """
 
     candidates: Candidates
@@ -35,6 +36,7 @@ class Ask(NamedTuple):
     leg: str = SERVE
     in_s: float = 0.0
     until: int = TO_THE_END
+    min_slack_s: float = 0.0
 
     @property
     def instance_ids(self) -> tuple[str, ...]:

@@ -37,6 +37,7 @@ ON_OTHERS = (
 VERDICTS = {
     "predicted_attained", "others_missed", "predicted_preemptions", "others_preempted", "predicted_queue_s"
 }  # fmt: skip
+LEAST_SLACK = "least_slack_s"  # which patient requests compare with the policy's `min_slack_s`
 # What keeping a session on its instance may cost, and the promises that it may not break.
 SESSION_COST, PROMISES = "predicted_e2e_s", ("predicted_attained", "others_missed")
 SESSION_COST_OF_INDICATORS = "queued_prefill_s"  # where a policy reads no forecasts
@@ -98,6 +99,7 @@ class Policy:
         self.holds = self._hold is not None
         self.keeps_deadlines = self._harmless is not self._hold
         self.hold_s = spec.hold_s
+        self.length_quantiles = spec.length_quantiles
         self._sample = entry.sample if spec.sample is None else spec.sample
         self._sampler = RandomSampler(generator)
         self._k = 0 if spec.k is None else spec.k
@@ -107,20 +109,21 @@ class Policy:
         parts = (self._filter, self._tie_break, self._shortlist_policy, self._hold, self._harmless, applies)
         self.needs = (*entry.needs, *_needs_of(*parts))
         self._session_affinity_s = spec.session_affinity
-        if spec.session_affinity is not None:
-            costs = (SESSION_COST, *PROMISES) if _needs_forecast(self.needs) else (SESSION_COST_OF_INDICATORS,)
-            self.needs = (*self.needs, SESSION_HERE, *costs)
+        session_needs = () if spec.session_affinity is None else _needs_of_sessions(self.needs)
+        self.needs = (*self.needs, *session_needs)
         roots = list(roots_of(self.needs))
         self.is_blind = not roots  # it reads no indicators
-        self.forecast_fields = tuple({root.name for root in roots if root.source is IndicatorSource.FORECAST})
+        self.forecast_fields = tuple(_forecast_fields(self.needs))
         self.needs_forecast = bool(self.forecast_fields)
         names = {*self.forecast_fields, "predicted_e2e_s"}  # the latter shows where a request would never finish
         if self.keeps_deadlines:
             names |= {"predicted_ttft_s", "predicted_queue_s"}  # which say how late a request may start
         self.needs_delays = any(root.name in ON_OTHERS for root in roots)
-        self.needs_verdicts = self.keeps_deadlines and {*self.forecast_fields} <= VERDICTS and spec.length_quantiles < 2
+        self._reads = (*entry.needs, *_needs_of(self._filter, self._tie_break, applies), *session_needs)
+        self._verdicts_suffice = {patient: self._do_verdicts_suffice(patient=patient) for patient in (False, True)}
+        # that `least_slack_s` has to reach: of best effort, and of late requests
+        self.min_slack_s = tuple(spec.parameters[name] for name in entry.least_slack or ()) or (0.0, 0.0)
         self.needs_session = any(root.source is IndicatorSource.SESSION for root in roots)
-        self.length_quantiles = spec.length_quantiles
         if spec.length_quantiles > 1 and not self.needs_forecast:
             raise ValueError(f"policy: {spec.name}: length_quantiles: is for policies that read forecasts")
         self.needs_prefix = any(root.source is IndicatorSource.PREFIX for root in roots)
@@ -129,6 +132,17 @@ class Policy:
         self.needs_indicators = self.holds or any(root.source is IndicatorSource.REPORTED for root in roots)
         if _needs_forecast(_needs_of(self._filter)):
             raise ValueError("policy: filter: reads forecasts, which are made only for candidates that pass it")
+
+    def needs_verdicts(self, *, patient: bool) -> bool:
+        """Whether it reads no more of a forecast than which deadlines are kept, for a patient request or another."""
+        return self._verdicts_suffice[patient]
+
+    def _do_verdicts_suffice(self, *, patient: bool) -> bool:
+        if not self.keeps_deadlines or self.length_quantiles > 1:
+            return False
+        admits = self._harmless if patient else self._hold
+        known = VERDICTS | {LEAST_SLACK} if patient else VERDICTS
+        return _forecast_fields((*self._reads, *_needs_of(admits))) <= known
 
     @property
     def parts(self) -> tuple[Policy, ...]:
@@ -259,6 +273,11 @@ def rules_of(name: str) -> LegRules:
     return rules
 
 
+def _forecast_fields(needs: Iterable[str]) -> set[str]:
+    """Return the fields of forecasts that indicators are made of."""
+    return {root.name for root in roots_of(needs) if root.source is IndicatorSource.FORECAST}
+
+
 def _entry_of(spec: PolicySpec) -> PolicyEntry:
     if spec.name != EXPRESSION:
         return entry_named(spec.name)
@@ -336,6 +355,12 @@ def _needs_of(*parts: Expression | Policy | None) -> Iterable[str]:
     for part in parts:
         if part is not None:
             yield from part.needs
+
+
+def _needs_of_sessions(needs: Iterable[str]) -> tuple[str, ...]:
+    """Return what session affinity reads beside what the policy does."""
+    costs = (SESSION_COST, *PROMISES) if _needs_forecast(needs) else (SESSION_COST_OF_INDICATORS,)
+    return (SESSION_HERE, *costs)
 
 
 def _needs_forecast(names: Iterable[str]) -> bool:

@@ -37,7 +37,7 @@ from prometheus_client.parser import text_string_to_metric_families
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from predictor.profile import Profile, profile_to_json
-from scripts.accuracy_vllm import (
+from scripts.cpu_engines import (
     ANSWER_LOG,
     HOST,
     MODEL,
@@ -50,7 +50,6 @@ from scripts.accuracy_vllm import (
     WITHIN_S,
     VllmInstance,
     capacity,
-    forecast_errors,
     lengths,
     measured,
     planned,
@@ -59,11 +58,13 @@ from scripts.accuracy_vllm import (
     serve_command,
 )
 from scripts.engine_windows import row
+from scripts.forecast_errors import forecast_errors
 from scripts.report import report
 from services.cluster.child import Child
 from services.cluster.engines import free_port
 from services.cluster.pools import connector_environment, connector_flags, planned_engines
-from services.http.client import HttpClient, Origin, origin_of
+from services.http.client import HttpClient
+from services.http.origin import Origin, origin_of
 from services.load.request_format import RequestFormat
 from services.load.running import LoadLimits, run_plan
 from services.logs import configure

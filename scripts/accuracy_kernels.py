@@ -1,11 +1,12 @@
 """The accuracy of a profile that is composed of kernels, with a real vLLM engine and a mixture of experts.
 
-A small random model of the kind of Qwen3-30B-A3B runs on vLLM's CPU build, in one thread of vLLM's own Python. There
-its kernels are timed (vLLM's own where it has some) and its engine runs planned batches, step after step, in turns; the
-profile is composed of the mean times. All times are processor times, as other programs use the same cores. Steps of the
-same batch (tokens, decodes, prefills, contexts within a factor of 1.4) are compared by their median. What no kernel
-contains, a time per step and per sequence, is fitted to every other batch; errors are those of the rest. A step is
-scheduling, running the model, and taking over the result.
+A small random model of the kind of Qwen3-30B-A3B, or of DeepSeek-V3 (`--kind latent`), runs on vLLM's CPU build, in one
+thread of vLLM's own Python. There its kernels are timed (vLLM's own where it has some) and its engine runs prompts
+alone, decodes, and prompts beside decodes, several times, in turns; the profile is composed of the mean times. All
+times are processor times, as other programs use the same cores. Steps of the same batch (tokens, decodes, prefills,
+contexts within a factor of 1.4) are compared by their median. What no kernel contains, a time per step and per
+sequence, is fitted to every other batch; errors are those of the rest. A step is scheduling, running the model, and
+taking over the result.
 
 - `step_error`: of the predicted steps by batch; `prefill`, `decode`, `mixed`: of batches by what they contain.
 - `total_error`: of the time of all steps; `spread`: the median interquartile range of equal steps, over their median.
@@ -22,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +36,24 @@ from predictor.fitting.kernel_profile import Timings, UntimedCosts, fit_kernels
 from predictor.fitting.model_shard import Share, share_of
 from predictor.fitting.regression import COLUMNS, Steps, predict
 from scripts.report import report
-from scripts.vllm_steps import BLOCK_SIZE, LONGEST, NUM_BLOCKS, SEATS, STEP_TOKENS
+from scripts.vllm_steps import KV_TOKENS, LONGEST, SEATS
 from services.settings import seconds_of
 
 ROOT = Path(__file__).parents[1]
 VLLM = ROOT / ".venv-vllm" / "bin" / "python"
 MIN_EQUAL = 3  # steps of a batch
 ROUNDS = 20  # of a fit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """A kind of model, and the engine's limits for it."""
+
+    config: Mapping[str, Any]
+    block_size: int
+    step_tokens: int
+
+
 EXPERTS: Mapping[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 512, "num_hidden_layers": 6,
     "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 1536,
@@ -49,11 +61,25 @@ EXPERTS: Mapping[str, Any] = {
     "decoder_sparse_step": 1, "mlp_only_layers": [], "rms_norm_eps": 1e-6, "hidden_act": "silu",
 }  # fmt: skip
 
+LATENTS: Mapping[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "hidden_size": 512, "num_hidden_layers": 6,
+    "num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 1536, "moe_intermediate_size": 256,
+    "n_routed_experts": 32, "n_shared_experts": 1, "num_experts_per_tok": 4, "first_k_dense_replace": 1,
+    "moe_layer_freq": 1, "q_lora_rank": 256, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+    "v_head_dim": 128, "n_group": 4, "topk_group": 2, "norm_topk_prob": True, "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc", "routed_scaling_factor": 2.5, "rms_norm_eps": 1e-6, "hidden_act": "silu",
+}  # fmt: skip
+KINDS = {
+    "experts": Kind(config=EXPERTS, block_size=32, step_tokens=512),
+    "latent": Kind(config=LATENTS, block_size=16, step_tokens=2048),  # as vLLM's CPU build sets them
+}
+
 
 def main() -> None:
     """Measure, and print a table or one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--kind", choices=KINDS, default="experts")
     parser.add_argument("--rounds", type=int, default=2, help="runs of the engine, each between timings of kernels")
     parser.add_argument("--budget", default="120s", help="time of each timing of kernels")
     parser.add_argument("--engine-budget", default="20s", help="processor time of each run's batches")
@@ -61,25 +87,27 @@ def main() -> None:
     parser.add_argument("--time", metavar="CONFIG", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.time:
-        print(json.dumps(timed_here(arguments.time, seconds_of(arguments.budget, "budget"))))
+        print(json.dumps(timed_here(arguments.time, KINDS[arguments.kind], seconds_of(arguments.budget, "budget"))))
         return
     if not Path(arguments.vllm).exists():
         sys.exit(f"accuracy_kernels: there is no vLLM at {arguments.vllm}: `make vllm`, or set BLOCK_VLLM_PYTHON")
     from tests.deploy.engines import tiny_model  # not in vLLM's Python, which has no pytest
 
+    kind = KINDS[arguments.kind]
     with tempfile.TemporaryDirectory() as folder:
-        model = tiny_model(Path(folder) / "model", **EXPERTS)
-        engine_s = str(seconds_of(arguments.engine_budget, "engine_budget"))
+        model = tiny_model(Path(folder) / "model", **kind.config)
+        engine_s = seconds_of(arguments.engine_budget, "engine_budget")
+        asked = [str(one) for one in (model, engine_s, kind.block_size, kind.step_tokens)]
         timings, rows = [timed_by_vllm(arguments, model)], []
         for _ in range(arguments.rounds):
-            rows += by_vllm(arguments, "vllm_steps.py", str(model), engine_s)
+            rows += by_vllm(arguments, "vllm_steps.py", *asked)
             timings.append(timed_by_vllm(arguments, model))
         steps = Steps(**dict(zip(COLUMNS, np.array(rows).T, strict=True)))
         results = compared(timings, share_at(model), steps)
     report("accuracy_kernels", results, as_json=arguments.json)
 
 
-def timed_here(model: str, budget_s: float) -> dict[str, Any]:
+def timed_here(model: str, kind: Kind, budget_s: float) -> dict[str, Any]:
     """Time the kernels in this process."""
     import torch
 
@@ -89,9 +117,9 @@ def timed_here(model: str, budget_s: float) -> dict[str, Any]:
 
     reach = Reach(
         max_num_seqs=SEATS,
-        max_num_batched_tokens=STEP_TOKENS,
+        max_num_batched_tokens=kind.step_tokens,
         max_model_len=LONGEST,
-        kv_tokens=NUM_BLOCKS * BLOCK_SIZE,
+        kv_tokens=KV_TOKENS,
     )
     options = TimingOptions(share=share_at(Path(model)), reach=reach, device=torch.device("cpu"), budget_s=budget_s)
     timed = time_kernels(options, lambda _: None, lambda _, sample_s: CpuStopwatch(sample_s, clock=time.thread_time))
@@ -105,7 +133,9 @@ def timed_here(model: str, budget_s: float) -> dict[str, Any]:
 
 def timed_by_vllm(arguments: argparse.Namespace, model: Path) -> Timings:
     """Time the kernels by vLLM's Python."""
-    found = by_vllm(arguments, Path(__file__).name, "--time", str(model), "--budget", arguments.budget)
+    found = by_vllm(
+        arguments, Path(__file__).name, "--time", str(model), "--budget", arguments.budget, "--kind", arguments.kind
+    )
     return Timings(
         dense={name: {int(count): one for count, one in times.items()} for name, times in found["dense"].items()},
         head={int(count): one for count, one in found["head"].items()},

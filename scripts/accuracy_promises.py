@@ -41,7 +41,7 @@ from predictor.request import BEST_EFFORT, CLASSES, REAL_TIME, Slo
 from scheduler.objectives import SERVE_LATE
 from scripts.report import report
 from services.cluster import Cluster, ClusterSettings, running
-from services.http.client import origin_of
+from services.http.origin import origin_of
 from services.load.request_format import RequestFormat
 from services.load.running import LoadLimits, run_plan
 from services.logs import configure

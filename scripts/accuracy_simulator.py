@@ -21,7 +21,7 @@ import uvloop
 from predictor.config import EngineConfig
 from predictor.profile import load_profile
 from services.cluster import ClusterSettings, running
-from services.http.client import origin_of
+from services.http.origin import origin_of
 from services.load.request_format import RequestFormat
 from services.load.running import LoadLimits, run_plan
 from services.logs import configure

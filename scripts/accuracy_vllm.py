@@ -38,70 +38,56 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import grpc
 import numpy as np
 import uvloop
 from scipy.stats import spearmanr
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from predictor.profile import Profile, profile_from_json, profile_to_json
-from predictor.request import RequestFacts
-from protos.block.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
+from predictor.profile import profile_to_json
+from scripts.broadcasting import Both, broadcast, choices
+from scripts.cpu_engines import (
+    ANSWER_LOG,
+    HOST,
+    MODEL,
+    MOST_ANSWER,
+    MOST_PROMPT,
+    PROMPT_LOG,
+    SEATS,
+    STEP_TOKENS,
+    VLLM,
+    WARM_UP,
+    WARM_UP_TOKENS,
+    WITHIN_S,
+    VllmInstance,
+    capacity,
+    lengths,
+    measured,
+    planned,
+    profiled,
+    progress,
+    serve_command,
+)
 from scripts.engine_windows import errors_by_part, keep, observing, row
+from scripts.forecast_errors import forecast_errors, forecast_requests, predicted_and_actual
 from services.cluster.child import Child
-from services.cluster.engines import free_port
-from services.engine_state.reader import Reader
-from services.engine_state.snapshot import config_of
-from services.http.client import Origin, origin_of
-from services.load.request_format import RequestFormat, body_of
-from services.load.running import LoadLimits, LoadSender, run_plan
+from services.http.origin import Origin, origin_of
+from services.load.request_format import RequestFormat
+from services.load.running import LoadLimits, run_plan
 from services.logs import configure
-from services.profiling.measure_command import EngineProcess, MeasureOptions, measured_profile, run_engine
-from services.settings import seconds_of
-from simulator.load_plan import Planned, Timing, arrival_times
+from services.profiling.measure_command import run_engine
+from simulator.load_plan import Planned
 from simulator.load_report import RequestResult
-from simulator.replay import replay
 from tests.deploy.engines import narrow_and_deep, repeating_weights, tiny_model
 
-MODEL = "tiny"
-HOST = "127.0.0.1"
 MODES = ("plugin", "mirror")
-VLLM = Path(__file__).parents[1] / ".venv-vllm" / "bin" / "python"
-LONGEST, BLOCK_SIZE, NUM_BLOCKS, SEATS, STEP_TOKENS = 1024, 32, 320, 16, 512
-# ShareGPT v3: mean and standard deviation of the logarithm, cut to lengths that these engines serve within seconds
-PROMPT_LOG, MOST_PROMPT = (3.98, 1.67), 600
-ANSWER_LOG, MOST_ANSWER = (5.37, 1.10), 256
-CLEAR = 0.05  # by which two latencies differ clearly
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-WITHIN_S = 600.0
-WARM_UP, WARM_UP_TOKENS = 8, 64  # replaces step-time corrections that were learnt during the start
-NO_VARIABLES: Mapping[str, str] = {}
-
-Measuring = Callable[[Sequence[EngineProcess], argparse.Namespace], Awaitable[list[Profile]]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VllmInstance:
-    """One engine with its profile."""
-
-    name: str
-    engine: EngineProcess
-    profile: Profile
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Both:
-    """A request that was sent to all engines: the chosen instance, and the latency on each."""
-
-    chosen: str
-    e2e_s: dict[str, float]
 
 
 def main() -> None:
@@ -176,67 +162,6 @@ def commands(arguments: argparse.Namespace, model: Path) -> Iterator[tuple[str, 
         yield f"vllm-{number}", serve_command(arguments, model, number, flags=arguments.engine_flags)
 
 
-def serve_command(
-    arguments: argparse.Namespace,
-    model: Path,
-    number: int,
-    variables: Mapping[str, str] = NO_VARIABLES,
-    flags: str = "",
-) -> str:
-    """Return the command that starts an engine: one thread, on a core of its own."""
-    vllm = Path(arguments.vllm).with_name("vllm")
-    cores = sorted(os.sched_getaffinity(0))
-    environment = {
-        "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind", **variables,
-    }  # fmt: skip
-    return (
-        f"env {' '.join(f'{name}={value}' for name, value in environment.items())}"
-        f" taskset -c {cores[number % len(cores)]}"
-        f" {vllm} serve {model} --served-model-name {MODEL} --enforce-eager"
-        f" --load-format {'dummy' if getattr(arguments, 'repeating', None) is None else 'auto'}"
-        f" --max-model-len {LONGEST} --block-size {BLOCK_SIZE} --num-gpu-blocks-override {NUM_BLOCKS + 1}"
-        f" --max-num-seqs {SEATS} --max-num-batched-tokens {STEP_TOKENS} --disable-uvicorn-access-log"
-        f" --host {HOST} --port {free_port(HOST)} {flags}"
-    )
-
-
-async def profiled(
-    names: Sequence[str], engines: Sequence[EngineProcess], arguments: argparse.Namespace, measuring: Measuring
-) -> list[VllmInstance]:
-    """Return the engines with profiles: kept ones, or new ones."""
-    kept = None if arguments.profiles is None else Path(arguments.profiles)
-    files = [] if kept is None else [kept / f"{name}.json" for name in names]
-    if files and all(file.exists() for file in files):
-        made = [profile_from_json(file.read_text(encoding="utf-8")) for file in files]
-    else:
-        made = await measuring(engines, arguments)
-        for file, profile in zip(files, made, strict=False):
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(profile_to_json(profile), encoding="utf-8")
-    return [
-        VllmInstance(name=name, engine=engine, profile=profile)
-        for name, engine, profile in zip(names, engines, made, strict=True)
-    ]
-
-
-async def measured(engines: Sequence[EngineProcess], arguments: argparse.Namespace) -> list[Profile]:
-    """Measure all engines at the same time, as `block profile measure` does."""
-    options = [
-        MeasureOptions(
-            engine_url=engine.url,
-            state_file=engine.state_file,
-            budget_s=seconds_of(arguments.budget, "budget"),
-            name=f"measured-{number}",
-            gpu="CPU",
-            seed=number,
-        )
-        for number, engine in enumerate(engines)
-    ]
-    made = await asyncio.gather(*(measured_profile(one, lambda _: None) for one in options))
-    return [profile for profile, _ in made]
-
-
 def plan_of(arguments: argparse.Namespace, instances: Sequence[VllmInstance]) -> list[Planned]:
     """Draw lengths and arrivals."""
     generator = np.random.default_rng(arguments.seed)
@@ -245,42 +170,6 @@ def plan_of(arguments: argparse.Namespace, instances: Sequence[VllmInstance]) ->
     sent = 1 + arguments.pairs * (len(instances) - 1) / arguments.requests  # engines that a request is sent to
     rate = arguments.rate or arguments.load * sum(capacity(one, prompts, answers) for one in instances) / sent
     return planned(prompts, answers, rate, generator)
-
-
-def planned(
-    prompts: Sequence[int], answers: Sequence[int], rate: float, generator: np.random.Generator
-) -> list[Planned]:
-    """Draw arrivals for requests of these lengths."""
-    due_s = arrival_times(len(prompts), Timing(kind="poisson", rate=rate), generator)
-    return [
-        Planned(request_id=str(number), due_s=due, prompt_tokens=prompt, output_tokens=answer)
-        for number, (due, prompt, answer) in enumerate(zip(due_s, prompts, answers, strict=True))
-    ]
-
-
-def lengths(generator: np.random.Generator, law: tuple[float, float], limit: int, num: int) -> list[int]:
-    """Draw log-normal lengths of at most `limit`; longer ones are drawn again."""
-    drawn: list[int] = []
-    while len(drawn) < num:
-        length = round(float(generator.lognormal(*law)))
-        if 2 <= length <= limit:
-            drawn.append(length)
-    return drawn
-
-
-def capacity(instance: VllmInstance, prompts: Sequence[int], answers: Sequence[int]) -> float:
-    """Return the requests per second that the engine model serves if all arrive at the beginning."""
-    requests = [
-        RequestFacts(request_id=str(number), prompt_tokens=prompt, output_tokens=answer)
-        for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
-    ]
-    reader = Reader(instance.engine.state_file)
-    try:
-        config = replace(config_of(reader.read()), kv_role="")
-    finally:
-        reader.close()
-    outcomes = replay(config, instance.profile.step_time, requests)
-    return len(requests) / max(outcome.finished_s or 0.0 for outcome in outcomes)
 
 
 async def loaded(
@@ -368,58 +257,6 @@ async def front_of(
     return urls, f"{HOST}:{scheduler.port}", origin_of(f"http://{HOST}:{gateway.port}")
 
 
-async def broadcast(
-    sampled: Sequence[Planned], scheduler: str, urls: dict[str, str], form: RequestFormat, limits: LoadLimits
-) -> list[Both]:
-    """Request a decision for each request when it is due, and send the request to all engines."""
-    start_s = time.monotonic()
-    senders = {name: LoadSender(origin_of(url), form, limits) for name, url in urls.items()}
-
-    async def one(planned: Planned, stub: Any) -> Both | None:
-        await asyncio.sleep(max(0.0, start_s + planned.due_s - time.monotonic()))
-        request = common_pb2.Request(
-            request_id=f"sample-{planned.request_id}", model=MODEL, prompt_tokens=planned.prompt_tokens,
-            max_tokens=planned.output_tokens, ignore_eos=True,
-        )  # fmt: skip
-        response = await stub.Schedule(scheduler_pb2.ScheduleRequest(request=request, dry_run=True), timeout=WITHIN_S)
-        body = json.loads(body_of(planned, form)) | {"vllm_xargs": {"block_tag_tokens": planned.output_tokens}}
-        encoded, now_s = json.dumps(body).encode(), time.monotonic()
-        results = {name: RequestResult(plan=planned) for name in urls}
-        await asyncio.gather(*(senders[name].send(planned, encoded, now_s, result) for name, result in results.items()))
-        ends = {name: result.e2e_s for name, result in results.items() if result.failure is None and result.e2e_s}
-        return Both(chosen=response.decision.instance.instance_id, e2e_s=ends) if len(ends) == len(urls) else None
-
-    try:
-        async with grpc.aio.insecure_channel(scheduler) as channel:
-            stub = scheduler_pb2_grpc.SchedulerStub(channel)
-            ended = await asyncio.gather(*(one(planned, stub) for planned in sampled))
-    finally:
-        for sender in senders.values():
-            sender.close()
-    return [both for both in ended if both is not None]
-
-
-def choices(both: Sequence[Both]) -> list[dict[str, Any]]:
-    """Return how often the better engine was chosen, and what the other choices cost."""
-    chosen_s = np.array([one.e2e_s[one.chosen] for one in both])
-    best_s = np.array([min(one.e2e_s.values()) for one in both])
-    worst_s = np.array([max(one.e2e_s.values()) for one in both])
-    wrong, clear = chosen_s > best_s, worst_s > (1 + CLEAR) * best_s
-    rows = [
-        row("best_instance_share", float(np.mean(~wrong)), "ratio", len(both)),
-        row("regret.mean", float(np.mean(chosen_s / best_s - 1)), "ratio", len(both)),
-        row("regret_s.mean", float(np.mean(chosen_s - best_s)), "s", len(both)),
-        row("possible_regret.mean", float(np.mean(worst_s / best_s - 1)), "ratio", len(both)),
-    ]
-    if wrong.any():
-        rows.append(
-            row("regret_when_wrong.median", float(np.median((chosen_s / best_s - 1)[wrong])), "ratio", int(wrong.sum()))
-        )
-    if clear.any():
-        rows.append(row("clear_best_share", float(np.mean(~wrong[clear])), "ratio", int(clear.sum())))
-    return rows
-
-
 def summed_up(results: Sequence[RequestResult], both: Sequence[Both]) -> list[dict[str, Any]]:
     """Return the results of one mode."""
     good = forecast_requests(results)
@@ -432,37 +269,6 @@ def summed_up(results: Sequence[RequestResult], both: Sequence[Both]) -> list[di
     rows.append(row("decision_ms.p50", statistics.median(decided), "ms", len(decided)))
     rows.append(row("sent_late_ms.p99", 1000 * float(np.percentile([one.sent_s for one in good], 99)), "ms", len(good)))
     return rows
-
-
-def forecast_requests(results: Sequence[RequestResult]) -> list[RequestResult]:
-    """Return the requests with a whole response and a forecast."""
-    return [one for one in results if one.failure is None and one.predicted_e2e_s is not None]
-
-
-def forecast_errors(results: Sequence[RequestResult], shares: Sequence[int]) -> list[dict[str, Any]]:
-    """Return the errors of the forecasts, and some percentiles of the latencies."""
-    good = forecast_requests(results)
-    rows = [row("failed_requests", len(results) - len(good), "requests", len(results))]
-    for name in ("ttft", "tpot", "e2e"):
-        pairs = [pair for one in good if (pair := predicted_and_actual(one, name)) is not None]
-        errors = [(predicted - actual) / actual for predicted, actual in pairs]
-        rows.append(row(f"{name}_error.median", statistics.median(map(abs, errors)), "ratio", len(errors)))
-        rows.append(row(f"{name}_error.p90", float(np.percentile(np.abs(errors), 90)), "ratio", len(errors)))
-        rows.append(row(f"{name}_error.bias", statistics.median(errors), "ratio", len(errors)))
-        values = [actual for _, actual in pairs]
-        rows += [row(f"{name}_s.p{share}", float(np.percentile(values, share)), "s", len(values)) for share in shares]
-    return rows
-
-
-def predicted_and_actual(one: RequestResult, name: str) -> tuple[float, float] | None:
-    """Return a request's predicted and measured latency from sending on."""
-    if one.predicted_ttft_s is None or one.predicted_e2e_s is None or one.ttft_s is None or one.e2e_s is None:
-        return None
-    if name != "tpot":
-        return getattr(one, f"predicted_{name}_s"), getattr(one, f"{name}_s") - one.sent_s
-    if one.tpot_s is None:
-        return None
-    return (one.predicted_e2e_s - one.predicted_ttft_s) / (one.output_tokens - 1), one.tpot_s
 
 
 def record(path: str, mode: str, results: Sequence[RequestResult]) -> None:
@@ -487,11 +293,6 @@ def processor_times(children: Sequence[Child], instances: Sequence[VllmInstance]
     busy = Path("/proc/stat").read_text(encoding="ascii").splitlines()[0].split()[1:]
     used["others"] = (sum(map(int, busy)) - int(busy[3]) - int(busy[4])) / TICKS_PER_S - sum(used.values())
     return used
-
-
-def progress(text: str) -> None:
-    """Print progress to standard error."""
-    print(text, file=sys.stderr, flush=True)
 
 
 def machine() -> dict[str, Any]:

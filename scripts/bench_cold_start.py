@@ -13,9 +13,9 @@ import tempfile
 import time
 from pathlib import Path
 
+from scripts.bench_requests import PLACE
 from scripts.processes import block_serving
 from scripts.report import report
-from scripts.stand_ins import PLACE
 
 # What each server must be given; nothing needs to listen at these addresses.
 ARGUMENTS = {

@@ -19,10 +19,11 @@ import grpc
 import uvloop
 
 from protos.block.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
+from scripts.bench_requests import PLACE, request_body, text_of
 from scripts.load_client import LoadSample, load_through, quantile
 from scripts.processes import Running, block_serving, stand_in
 from scripts.report import report
-from scripts.stand_ins import PLACE, InTurn, request_body, text_of
+from scripts.stub_scheduler import InTurn
 from services.http.client import HttpClient
 
 PROMPTS = {"2kb": 2048, "64kb": 65_536, "1mb": 1_048_576}

@@ -31,18 +31,18 @@ from typing import Any
 import numpy as np
 import uvloop
 
+from predictor.engine_from_snapshot import engine_from
 from predictor.forecast import Forecaster
 from predictor.profile import load_profile
 from predictor.request import RequestFacts
 from predictor.snapshot import LiveRequest, Snapshot
-from predictor.snapshot_conversion import engine_from
 from services.cluster import Cluster, ClusterSettings, running
 from services.decision_recordings import decisions_in
 from services.engine_state.identity import client_id
 from services.engine_state.reader import Reader
 from services.engine_state.snapshot import snapshot_from_view
 from services.engine_state.view import UnreadableError, View
-from services.http.client import origin_of
+from services.http.origin import origin_of
 from services.load.request_format import RequestFormat
 from services.load.running import LoadLimits, run_plan
 from services.logs import configure

@@ -33,11 +33,11 @@ import services  # noqa: F401 - sets options of gRPC, which it reads when it is 
 import grpc
 
 from protos.block.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
+from scripts.bench_requests import PLACE
 from scripts.bench_scheduler import load
 from scripts.load_client import quantile
 from scripts.processes import Running, block_serving, family_of, instance_flags, own_cpu_s, sidecars_running
 from scripts.report import report
-from scripts.stand_ins import PLACE
 from services.http.server import listening
 
 TAKING_TURNS = ("without", "read")

@@ -30,10 +30,10 @@ from dataclasses import dataclass, field
 import uvloop
 
 from scripts import peers
+from scripts.bench_requests import FIRST_MS, GAPS_MS, PLACE, PROMPT_BYTES, request_body, text_of
 from scripts.load_client import LoadSample, load, load_through, quantile
 from scripts.processes import BLOCK, Running, block_serving, instance_flags, sidecars_running, stand_in
 from scripts.report import report
-from scripts.stand_ins import FIRST_MS, GAPS_MS, PLACE, PROMPT_BYTES, request_body, text_of
 from services.http.client import HttpClient
 
 NUM_ENGINES = 4

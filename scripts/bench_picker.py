@@ -28,11 +28,11 @@ from dataclasses import dataclass, field
 
 import uvloop
 
+from scripts.bench_requests import FIRST_MS, GAPS_MS, PROMPT_BYTES, request_body, text_of
 from scripts.envoy import envoy_running
 from scripts.load_client import LoadSample, all_released, load, quantile
 from scripts.processes import Running, block_serving, instance_flags, sidecars_running, stand_in
 from scripts.report import report
-from scripts.stand_ins import FIRST_MS, GAPS_MS, PROMPT_BYTES, request_body, text_of
 from services.http.client import HttpClient
 
 NUM_ENGINES = 4

@@ -34,10 +34,10 @@ import uvloop
 
 from protos.envoy.v3 import external_processor_pb2 as wire
 from protos.envoy.v3 import external_processor_pb2_grpc
+from scripts.bench_requests import MODEL, PLACE, text_of
 from scripts.load_client import quantile
 from scripts.processes import Running, block_serving, instance_flags, sidecars_running
 from scripts.report import report
-from scripts.stand_ins import MODEL, PLACE, text_of
 
 STAY_S = 2.0  # from an answer to the end of the response
 IDLE_S = 5.0

@@ -43,7 +43,8 @@ from prometheus_client import CollectorRegistry
 from protos.block.v1 import common_pb2, predictor_pb2, predictor_pb2_grpc
 from scripts.report import report
 from services.rpc.channels import bind_server, make_server
-from services.rpc.grpc_channel import PREFIX, GrpcChannel
+from services.rpc.grpc_call import PREFIX
+from services.rpc.grpc_channel import GrpcChannel
 from services.rpc.interceptor import CallInterceptor
 
 ROOT = Path(__file__).parents[1]

@@ -32,11 +32,12 @@ import uvloop
 from prometheus_client import CollectorRegistry
 
 from protos.block.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
+from scripts.bench_requests import PLACE
 from scripts.load_client import quantile
 from scripts.processes import Running, StandInSidecars, block_serving, instance_flags, sidecars_running
 from scripts.report import report
-from scripts.stand_ins import PLACE
-from services.instances import Listed, instance_from_flag
+from services.instances.instance import instance_from_flag
+from services.instances.sources import Listed
 from services.placement.lifecycle import placement_driver
 from services.placement.settings import SchedulerSettings
 
@@ -112,7 +113,7 @@ async def measured_in_process(  # noqa: PLR0917 - what a load is made of
             return await driver.schedule(scheduler_pb2.ScheduleRequest(request=request))
 
         clocks = (time.process_time, sidecars.cpu_s)
-        numbers = await numbers_of(schedule, driver.release, clocks, name, rate, seconds, slo)
+        numbers = await numbers_of(schedule, driver.outcomes.release, clocks, name, rate, seconds, slo)
     return [*numbers, {"name": f"load_cpu_us.{name}", "value": load_us, "unit": "us", "n": numbers[0]["n"]}]
 
 

@@ -25,10 +25,10 @@ from pathlib import Path
 
 import uvloop
 
+from scripts.bench_requests import FIRST_MS, GAPS_MS, PLACE, PROMPT_BYTES, request_body, text_of
 from scripts.load_client import load_through, quantile
 from scripts.processes import Running, block_serving, stand_in
 from scripts.report import report
-from scripts.stand_ins import FIRST_MS, GAPS_MS, PLACE, PROMPT_BYTES, request_body, text_of
 from services.http.client import HttpClient
 from services.security.certificates import use_tls
 from services.security.development_ca import write_certificates

@@ -22,10 +22,10 @@ import grpc
 import uvloop
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
+from scripts.bench_requests import PLACE, PROMPT_BYTES, request_body, text_of
 from scripts.load_client import load_through
 from scripts.processes import Running, block_serving, stand_in
 from scripts.report import report
-from scripts.stand_ins import PLACE, PROMPT_BYTES, request_body, text_of
 from services.http.client import HttpClient
 
 NUM_ENGINES = 4

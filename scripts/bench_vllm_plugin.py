@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from services.cluster.child import Child
 from services.cluster.engines import free_port
 from services.cluster.programs import VllmServer
-from services.http.client import origin_of
+from services.http.origin import origin_of
 from services.load.request_format import RequestFormat
 from services.load.running import LoadLimits, run_plan
 from services.logs import configure

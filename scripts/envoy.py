@@ -12,8 +12,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from scripts.bench_requests import PLACE
 from scripts.processes import Running, started
-from scripts.stand_ins import PLACE
 
 ROOT = Path(__file__).parents[1]
 ENVOY = Path(os.environ.get("BLOCK_ENVOY", ROOT / ".venv-envoy" / "bin" / "envoy"))

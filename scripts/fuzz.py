@@ -32,9 +32,11 @@ from random import Random
 
 from scripts.fuzzing.api_bodies import open_api_bodies
 from scripts.fuzzing.engines import open_sse
-from scripts.fuzzing.http_targets import open_http_body, open_http_head
+from scripts.fuzzing.http_bodies import open_http_body
+from scripts.fuzzing.http_heads import open_http_head
 from scripts.fuzzing.inputs import halves, mutated
 from scripts.fuzzing.journals import open_journal
+from scripts.fuzzing.mirrored_engines import open_metrics, open_server_info
 from scripts.fuzzing.parsers import open_kv_params, open_profile
 from scripts.fuzzing.rpc_targets import open_ext_proc, open_grpc
 from scripts.fuzzing.state_files import open_state_file
@@ -53,6 +55,8 @@ TARGETS: dict[str, Open] = {
     "kv_params": open_kv_params,
     "api_bodies": open_api_bodies,
     "journal": open_journal,
+    "server_info": open_server_info,
+    "metrics": open_metrics,
 }
 FINDINGS = ROOT / "build" / "fuzz"
 HANG_S = 30.0  # for one input

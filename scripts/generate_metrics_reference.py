@@ -26,6 +26,7 @@ KINDS = {
     "Summary": "summary",
 }
 PREFIX = "block_"
+INSTANCE = "instance"
 
 # Which part a folder of services/ belongs to, in the order of the page.
 PARTS = {
@@ -103,23 +104,34 @@ def metrics_in(part: str, tree: ast.Module) -> Iterator[Metric]:
         for target in node.targets
         if isinstance(target, ast.Name)
     }
+    yield from metrics_by_instance_in(part, tree)
     for node in ast.walk(tree):
         if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in KINDS):
             continue
         name, meaning = (text_of(argument) for argument in (*node.args, None, None)[:2])
         if name is None or not name.startswith(PREFIX):
             continue
-        kind = KINDS[node.func.id]
         labels = node.args[2] if len(node.args) > 2 else keyword_of(node, "labels", "labelnames")
         if isinstance(labels, ast.Name):
             labels = constants[labels.id]
-        yield Metric(
-            part=part,
-            name=f"{name}_total" if kind == "counter" and not name.endswith("_total") else name,
-            kind=kind,
-            labels=() if labels is None else tuple(ast.literal_eval(labels)),
-            meaning=meaning or "",
-        )
+        found = () if labels is None else tuple(ast.literal_eval(labels))
+        yield metric_of(part, name, KINDS[node.func.id], found, meaning or "")
+
+
+def metrics_by_instance_in(part: str, tree: ast.Module) -> Iterator[Metric]:
+    """Find calls of the methods of `services.metrics_by_instance`: name, meaning, and labels after `instance`."""
+    for node in ast.walk(tree):
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and len(node.args) > 1):
+            continue
+        name, meaning, *labels = (text_of(argument) or "" for argument in node.args)
+        if node.func.attr in KINDS.values() and name.startswith(PREFIX):
+            yield metric_of(part, name, node.func.attr, (INSTANCE, *labels), meaning)
+
+
+def metric_of(part: str, name: str, kind: str, labels: tuple[str, ...], meaning: str) -> Metric:
+    """Describe a registration; Prometheus adds a suffix to the names of counters."""
+    is_named = kind != "counter" or name.endswith("_total")
+    return Metric(part=part, name=name if is_named else f"{name}_total", kind=kind, labels=labels, meaning=meaning)
 
 
 def text_of(node: ast.expr | None) -> str | None:

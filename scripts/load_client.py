@@ -8,9 +8,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from scripts.bench_requests import NUM_EVENTS
 from scripts.processes import Running
-from scripts.stand_ins import NUM_EVENTS
-from services.http.client import HttpClient, Origin, origin_of, request_head
+from services.http.client import HttpClient
+from services.http.headers import request_head
+from services.http.origin import Origin, origin_of
 from services.http.paths import COMPLETIONS
 from services.http.sse import StreamReader
 

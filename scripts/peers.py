@@ -17,8 +17,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from scripts.bench_requests import MODEL, PLACE
 from scripts.processes import ROOT, START_S, Running, last_line, started
-from scripts.stand_ins import MODEL, PLACE
 from services.cluster.engines import free_port
 
 ENVIRONMENTS = ROOT / ".venv-peers"

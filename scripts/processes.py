@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from scripts import stand_ins
-from scripts.stand_ins import PLACE
+from scripts.bench_requests import PLACE
 
 ROOT = Path(__file__).parents[1]
 BLOCK = str(Path(sys.executable).with_name("block"))

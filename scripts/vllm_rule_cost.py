@@ -4,8 +4,6 @@ Arguments: the folder that the plug-in is installed in, then a JSON object with 
 `profile`, `steps`. Prints a JSON list of results.
 """
 
-# ruff: noqa: SLF001 - the planner has no public parts to be timed
-
 from __future__ import annotations
 
 import json
@@ -109,13 +107,14 @@ def measure(base: Any, rule: str, num_running: int, num_waiting: int, plan: dict
 
 def ordering(planner: Any) -> float:
     """Return the time of a plan as it is made while a seat is free: all requests are ranked."""
-    planner._follow()
-    planner._engine["max_num_seqs"] += 1
-    planner._steps["num_scheduled"] = planner._steps["num_preempted"] = planner._engine["num_pending"] = 0
+    followed = planner.followed
+    followed.follow()
+    followed.engine["max_num_seqs"] += 1
+    followed.steps["num_scheduled"] = followed.steps["num_preempted"] = followed.engine["num_pending"] = 0
     start_s = time.perf_counter()
-    planner._rule(planner._state)
+    planner.rule(followed.state)
     seconds = time.perf_counter() - start_s
-    planner._engine["max_num_seqs"] -= 1
+    followed.engine["max_num_seqs"] -= 1
     return seconds
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from protos.block.v1 import common_pb2
-from services.http.client import Headers
+from services.http.headers import Headers
 from services.rpc.messages import indicators_from
 
 MAX_COLUMNS = 6  # of further indicators that the policy read

@@ -5,17 +5,24 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from predictor.batching import BATCHERS
+import numpy as np
+
+from predictor.batching import BATCHERS, settled
+from predictor.blocks import blocks_for
 from predictor.config import EngineConfig
+from predictor.editable_engine import EditableEngine, ShownRecords
 from predictor.engine import Engine
+from predictor.engine_from_snapshot import engine_from
 from predictor.engine_replica import EngineReplica
 from predictor.forecast import Forecaster
 from predictor.lengths import Tag, expected_tokens
 from predictor.lockstep import LockstepGroup
 from predictor.lockstep_forecast import LockstepForecaster, RankPasses
 from predictor.profile import constant_profile
+from predictor.reported_state import ReportedContents
 from predictor.request import RequestFacts
-from predictor.snapshot_conversion import engine_from, snapshot_of
+from predictor.snapshot_of_engine import snapshot_of
+from services.engine_state import layout
 from simulator.replay import loaded_engine
 
 
@@ -40,12 +47,29 @@ def warm_up(on_step: Callable[[], None] = lambda: None) -> float:
         on_step()
     _warm_lockstep(loaded_engine(EngineConfig(), constant_profile().step_time, [request]))
     on_step()
-    replica = EngineReplica(config, constant_profile().step_time, num_slots=1, track_blocks=False)
+    _warm_replica(request)
+    return time.monotonic() - start_s
+
+
+def _warm_replica(request: RequestFacts) -> None:
+    """Run the kernels with which a sidecar follows the state that an engine reports."""
+    config = settled(EngineConfig(num_gpu_blocks=32, max_model_len=64, kv_role="kv_both"))
+    engine = EditableEngine(config, constant_profile().step_time, 0.0)
+    engine.add(request)
+    engine.plan_step(0.0)
+    replica = EngineReplica(config, constant_profile().step_time, num_slots=1, track_blocks=True)
+    num_blocks, num_held = replica.engine.num_blocks, blocks_for(request.prompt_tokens, config.block_size)
+    reported = engine.shown(ShownRecords(live=layout.LIVE, facts=layout.REQUEST), {}, 0.0, 1)
+    reuse = np.arange(num_blocks) - (num_held - 1)  # 0 for the blocks that are held
+    contents = ReportedContents(
+        content=np.zeros(num_blocks, np.uint64), reuse=np.maximum(0, reuse), tables=(np.arange(num_held),),
+        hashes=(np.empty(0, np.uint64),),
+    )  # fmt: skip
+    replica.update(reported._replace(num_free_blocks=num_blocks - num_held, contents=contents))
     replica.step_seconds(
         num_tokens=1, num_sampled=1, num_decodes=1, decode_context=9, num_prefills=0, prefill_qq=0.0, prefill_qkv=0.0,
         decode_longest=9,
     )  # fmt: skip
-    return time.monotonic() - start_s
 
 
 def _warm_lockstep(engine: Engine) -> None:

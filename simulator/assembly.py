@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from predictor.forecast import RESULT
 from predictor.gain import default_levels
+from predictor.loop import FOREVER
 from predictor.state import NONE
 from scheduler.admission.order import ARRIVAL_TURN
 from scheduler.core import DecisionRules, SchedulerCore
@@ -20,15 +20,18 @@ from scheduler.instance_table import InstanceTable
 from scheduler.instances import InstanceDirectory
 from scheduler.policy import policy_from
 from scheduler.prefix import PromptPrefixes
-from simulator import kernels
+from simulator.available_instances import AvailableInstances
 from simulator.conditions import FIRST_COME, WHOLE_QUEUE_TURNS, Conditions, require_outages
 from simulator.coupled_run import CoupledSimulation
+from simulator.events import BACK, OUT, SAMPLE, TICK
 from simulator.fleet import InstanceSpec, has_roles, instance_names, make_fleet, noise_factors, residual_table
 from simulator.fleet_adapters import FleetAdapters
+from simulator.fleet_arrays import LEGS_OF_REQUEST, OUTCOME, REQUEST, Requests
 from simulator.queue_order import QueueOrder
 from simulator.result import DECISION, RunResult
-from simulator.run import BACK, FOREVER, OUT, SAMPLE, TICK, Simulation
+from simulator.run import Simulation
 from simulator.scheduler_view import SchedulerView
+from simulator.simulated_forecasts import SimulatedForecasts
 from simulator.workload import LONGEST, RequestLengths, Workload
 
 
@@ -39,7 +42,7 @@ def simulate(
     conditions: Conditions | None = None,
     *,
     seed: int = 0,
-    progress: Callable[[int], None] | None = None,
+    progress: Callable[[int], bool | None] | None = None,
 ) -> RunResult:
     """Serve a workload with a policy; the same arguments give the same result."""
     return simulation(specs, work, policy, conditions or Conditions(), seed=seed).run(progress)
@@ -101,11 +104,10 @@ def simulation(
         requests=_requests(work, lengths, conditions.order_s_per_token),
         scheduler_of=_schedulers_of(work, conditions.num_schedulers, draws),
         queue_order=queue_order,
-        results=np.zeros(len(specs), RESULT),
+        forecasts=SimulatedForecasts(made, len(specs), deadline_margin_s=conditions.deadline_margin_s),
+        available=AvailableInstances(len(specs), _possible(specs, lengths)),
         reported=np.zeros_like(schedulers[0].table.known.reported),
         decisions=decisions,
-        possible=_possible(specs, lengths),
-        up_since=dict.fromkeys(range(len(specs)), 0.0),
         minute=[deque() for _ in specs],
         watches_minute="requests_per_minute" in roots,
         watches_drain="drained_s" in roots,
@@ -117,7 +119,7 @@ def simulation(
         if conditions.has_fresh_indicators:
             scheduler.table.known.reported = simulation.reported
         else:
-            simulation.schedule(conditions.indicator_period_s * which / conditions.num_schedulers, TICK, which)
+            simulation.events.schedule(conditions.indicator_period_s * which / conditions.num_schedulers, TICK, which)
             scheduler.table.known.reported[:] = 0.0
             scheduler.table.known.reported_s[:] = 0.0
     simulation.refresh(0.0)
@@ -125,11 +127,11 @@ def simulation(
         if not conditions.has_fresh_indicators:
             scheduler.table.known.reported[:] = simulation.reported
     for outage in conditions.outages:
-        simulation.schedule(outage.from_s, OUT, outage.instance)
+        simulation.events.schedule(outage.from_s, OUT, outage.instance)
         if outage.until_s < FOREVER:
-            simulation.schedule(outage.until_s, BACK, outage.instance)
+            simulation.events.schedule(outage.until_s, BACK, outage.instance)
     if conditions.sample_s > 0:
-        simulation.schedule(float(work.arrival_s[0]), SAMPLE)
+        simulation.events.schedule(float(work.arrival_s[0]), SAMPLE)
     return simulation
 
 
@@ -184,8 +186,8 @@ def _in_blocks(lengths: RequestLengths, block_size: int) -> RequestLengths:
     )
 
 
-def _requests(work: Workload, lengths: RequestLengths, order_s_per_token: float) -> kernels.Requests:
-    facts = np.zeros(len(work), kernels.REQUEST).view(np.recarray)
+def _requests(work: Workload, lengths: RequestLengths, order_s_per_token: float) -> Requests:
+    facts = np.zeros(len(work), REQUEST).view(np.recarray)
     facts.prompt_tokens, facts.output_tokens = lengths.prompt_tokens, lengths.output_tokens
     facts.max_tokens = LONGEST
     facts.arrival_s = work.arrival_s
@@ -201,12 +203,12 @@ def _requests(work: Workload, lengths: RequestLengths, order_s_per_token: float)
     if lengths.num_contents:
         facts.first_content = lengths.first_content[:-1]
         facts.num_contents = np.diff(lengths.first_content)
-    outcomes = np.zeros(len(work), kernels.OUTCOME).view(np.recarray)
+    outcomes = np.zeros(len(work), OUTCOME).view(np.recarray)
     outcomes.scheduled_s = outcomes.first_token_s = outcomes.finished_s = outcomes.tokens_on_time = NONE
-    legs = np.zeros(len(work), kernels.LEGS_OF_REQUEST).view(np.recarray)
+    legs = np.zeros(len(work), LEGS_OF_REQUEST).view(np.recarray)
     for name in ("prefill", "prefill_slot", "decode", "decode_slot", "scheduled_s", "prefilled_s", "fetched_s"):
         legs[name] = NONE
-    return kernels.Requests(facts=facts, contents=lengths.contents, outcomes=outcomes, legs=legs)
+    return Requests(facts=facts, contents=lengths.contents, outcomes=outcomes, legs=legs)
 
 
 def _possible(specs: Sequence[InstanceSpec], lengths: RequestLengths) -> npt.NDArray[np.bool_] | None:

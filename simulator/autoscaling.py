@@ -17,12 +17,13 @@ from scheduler.provisioning.limits import ScalingLimits, ScalingObjectives, requ
 from scheduler.provisioning.planner import DRAIN, START, Planner
 from scheduler.provisioning.tier_planner import TierMove
 from scheduler.provisioning.tiers import Tiers, ordered, require_room
-from simulator import kernels
 from simulator.assembly import simulation
 from simulator.conditions import Conditions
+from simulator.events import BACK, CALL
 from simulator.fleet import InstanceSpec, restart
+from simulator.request_slots import collect_finished
 from simulator.result import RunResult
-from simulator.run import BACK, CALL, Simulation
+from simulator.run import Simulation
 from simulator.simulated_tiers import SimulatedTiers
 from simulator.workload import Workload
 
@@ -145,11 +146,10 @@ class SimulatedProvisioner:
         self._paid_s = 0.0
         self._open = np.zeros(0, np.int64)
         self._new: list[int] = []
-        sim.up_since = dict.fromkeys(range(options.first), 0.0)
-        sim.fleet.instances.up[options.first :] = 0
-        sim.update_rows()
+        for index in range(options.first, len(sim.specs)):
+            sim.available.went_down(sim.fleet, index, 0.0)
         sim.decided = self._placed
-        sim.schedule(0.0, CALL, self._tick)
+        sim.events.schedule(0.0, CALL, self._tick)
 
     def paid_s(self, end_s: float) -> float:
         """Return the total time for which instances were paid for."""
@@ -184,18 +184,18 @@ class SimulatedProvisioner:
         if self._planner is not None:
             self._plan(now_s, self._planner)
         if now_s <= sim.work.arrival_s[-1] or self.tiers is not None:  # instances leave tiers until the run is over
-            sim.schedule(now_s + TICK_S, CALL, self._tick)
-        elif sim.leaving:  # only until draining instances are removed
-            sim.schedule(now_s + TICK_S, CALL, self._await_drained)
+            sim.events.schedule(now_s + TICK_S, CALL, self._tick)
+        elif sim.available.leaving:  # only until draining instances are removed
+            sim.events.schedule(now_s + TICK_S, CALL, self._await_drained)
 
     def _await_drained(self, now_s: float) -> None:
         self._sim.refresh(now_s)
         self._remove_drained(now_s)
-        if self._sim.leaving:
-            self._sim.schedule(now_s + TICK_S, CALL, self._await_drained)
+        if self._sim.available.leaving:
+            self._sim.events.schedule(now_s + TICK_S, CALL, self._await_drained)
 
     def _ready(self) -> list[int]:
-        leaving = self._sim.leaving
+        leaving = self._sim.available.leaving
         return [index for index in self._requested_s if index not in self._starting and index not in leaving]
 
     def _plan(self, now_s: float, planner: Planner) -> None:
@@ -207,10 +207,10 @@ class SimulatedProvisioner:
             for index in [one for one in range(len(self._names)) if one not in self._requested_s][: decision.num]:
                 self._requested_s[index] = now_s
                 self._starting[index] = now_s + self._options.cold_start_s
-                sim.schedule(now_s + self._options.cold_start_s, BACK, index)
+                sim.events.schedule(now_s + self._options.cold_start_s, BACK, index)
         elif decision.kind == DRAIN:
-            sim.leaving.update(self._names.index(name) for name in decision.instance_ids)
-            sim.update_rows()
+            sim.available.leaving.update(self._names.index(name) for name in decision.instance_ids)
+            sim.available.update(sim.fleet)
         else:
             return
         planner.applied(now_s, decision)
@@ -218,8 +218,8 @@ class SimulatedProvisioner:
 
     def _observe_finished(self, now_s: float) -> None:
         sim = self._sim
-        for index in sim.up_since:
-            kernels.collect_finished(sim.fleet, sim.requests, index)
+        for index in sim.available.up:
+            collect_finished(sim.fleet, sim.requests, index)
         numbers = np.concatenate([self._open, np.array(self._new, np.int64)])
         self._new.clear()
         finished_s = sim.requests.outcomes.finished_s[numbers]
@@ -231,14 +231,12 @@ class SimulatedProvisioner:
     def _remove_drained(self, now_s: float) -> None:
         """Remove draining instances that have no requests left."""
         sim = self._sim
-        for index in sorted(sim.leaving):
+        for index in sorted(sim.available.leaving):
             head = sim.fleet.stack.engine[index, 0]
             if head.num_running + head.num_waiting + head.num_pending:
                 continue
-            kernels.collect_finished(sim.fleet, sim.requests, index)
+            collect_finished(sim.fleet, sim.requests, index)
             restart(sim.fleet, index, sim.specs[index], now_s)
-            sim.fleet.instances[index].up = 0
-            sim.up_s += now_s - sim.up_since.pop(index)
-            sim.leaving.remove(index)
+            sim.available.leaving.remove(index)
+            sim.available.went_down(sim.fleet, index, now_s)
             self._paid_s += now_s - self._requested_s.pop(index)
-        sim.update_rows()

@@ -15,9 +15,9 @@ import numpy as np
 from scipy.special import stdtrit
 
 from simulator.assembly import simulation
-from simulator.kernels import count_late
 from simulator.metrics import latencies, percentile_of_all
 from simulator.parallel import Runner, one_by_one
+from simulator.request_slots import count_late
 from simulator.scenario import Scenario
 
 CONFIDENCE = 0.95

@@ -13,21 +13,10 @@ import numpy as np
 from predictor import queues, remote_kv, steps
 from predictor.compiled import direct, kernel, small_kernel
 from predictor.state import FETCHING, FINISHED, HELD, LOST, NO_TRANSFER, NONE, SERVE_LEG, TO_FETCH
-from simulator.kernels import (
-    FULL,
-    SENT,
-    EngineArrays,
-    Requests,
-    advance_one,
-    as_decode_leg,
-    as_prefill_leg,
-    engine_at,
-    fill_slot,
-    is_quiet,
-    send,
-    take_slot,
-    write_indicators,
-)
+from simulator.advance import advance_one
+from simulator.fleet_arrays import EngineArrays, Requests, engine_at
+from simulator.indicator_kernels import write_changed
+from simulator.request_slots import FULL, SENT, as_decode_leg, as_prefill_leg, fill_slot, send, take_slot
 
 PREFILL_INDEX = 1  # index in `scheduler.instances.ROLES`
 
@@ -105,23 +94,14 @@ def advance_coupled(fleet: EngineArrays, requests: Requests, until_s: float, hop
         bound_s = until_s if is_last else np.nextafter(arrives_s, -np.inf)
         for index in range(len(fleet.instances)):
             if fleet.instances[index].role != PREFILL_INDEX:
-                run(fleet, index, bound_s)
+                advance_one(fleet, index, bound_s)
                 release_fetched(fleet, requests, index, bound_s)
         for index in range(len(fleet.instances)):
             if fleet.instances[index].role == PREFILL_INDEX:
-                run(fleet, index, bound_s)
+                advance_one(fleet, index, bound_s)
                 hand_over(fleet, requests, index, hop_s)
         if is_last:
             return
-
-
-@small_kernel
-def run(fleet: EngineArrays, index: int, until_s: float) -> None:
-    """Run one engine until a time."""
-    instance = fleet.instances[index]
-    if instance.up and not is_quiet(fleet, index, until_s):
-        advance_one(fleet, index, until_s)
-        instance.changed = 1
 
 
 @kernel
@@ -298,11 +278,7 @@ def refresh(
 ) -> None:
     """Run all engines until now, and write the indicators that changed."""
     advance_coupled(fleet, requests, now_s, hop_s)
-    for at in range(len(fleet.instances)):
-        instance = fleet.instances[at]
-        if instance.changed or fleet.stack.engine[at, 0].num_pending > 0:
-            instance.changed = 0
-            write_indicators(fleet, at, now_s, rows, indicators[:, at])
+    write_changed(fleet, now_s, rows, indicators)
 
 
 refresh_directly = direct(refresh)

@@ -9,14 +9,17 @@ from typing import Any
 import numpy as np
 
 from predictor.config import RECOMPUTE
+from predictor.loop import FOREVER
 from predictor.request import DECODE, LEGS, PREFILL
 from predictor.state import NONE
 from scheduler.decision import Decision
 from scheduler.indicators import Column
 from scheduler.intentions import Ask, AskLegs, Intention, Reserve, Shed, Wait
-from simulator import coupled, kernels
+from simulator import coupled
+from simulator.events import WAKE
 from simulator.fleet import with_more_slots
-from simulator.run import FOREVER, ROWS, WAKE, Simulation
+from simulator.request_slots import FULL
+from simulator.run import ROWS, Simulation
 
 UNKNOWN = (np.nan, np.nan, np.nan)
 
@@ -57,16 +60,16 @@ class CoupledSimulation(Simulation):
         if isinstance(intention, Shed):
             self._shed(decision.request.number, intention, now_s)
         if isinstance(intention, Wait) and intention.until_s < FOREVER:
-            self.schedule(max(now_s, intention.until_s), WAKE, (which, decision))
+            self.events.schedule(max(now_s, intention.until_s), WAKE, (which, decision))
         if self.holds:
             self._tick_ready(which, now_s)
 
     def _forecast_legs(self, ask: Ask, number: int, now_s: float) -> dict[str, Column]:
         """Forecast a leg on some instances; keep what may be needed for the one that will be chosen."""
-        found = self._forecast(ask, number, now_s)
+        found = self.forecasts.forecast(self.fleet, self.requests, ask, number, now_s)
         columns = {name: column.copy() for name, column in found.items()}  # the next forecasts overwrite them
         rows = range(len(self.specs)) if ask.candidates.rows is None else ask.candidates.rows.tolist()
-        results = self.results[: len(rows)]
+        results = self.forecasts.results[: len(rows)]
         kept = zip(*(results[name].tolist() for name in ("first_token_s", "finished_s", "fetched_s")), strict=True)
         self.predicted.update(zip(((ask.leg, row) for row in rows), kept, strict=True))
         return columns
@@ -101,9 +104,8 @@ class CoupledSimulation(Simulation):
 
     def send_by(self, kernel: Callable[..., int], number: int, index: int, *times_s: float) -> None:
         """Send a leg to an engine by one of the kernels in coupled.py."""
-        while kernel(self.fleet, self.requests, number, index, *times_s) == kernels.FULL:
+        while kernel(self.fleet, self.requests, number, index, *times_s) == FULL:
             self.fleet = with_more_slots(self.fleet)
-            self.workspace = None
 
     # Failures.
 

@@ -1,4 +1,4 @@
-"""The engines of a simulated cluster as one stack of arrays, the state of the compiled code in kernels.py."""
+"""The engines of a simulated cluster as one stack of arrays: how it is made, grown, and freed of requests."""
 
 from __future__ import annotations
 
@@ -14,11 +14,15 @@ from scipy.special import log_ndtr, ndtri_exp
 from predictor.config import EngineConfig
 from predictor.engine import Engine
 from predictor.lengths import QUANTILES
-from predictor.state import NONE, State, no_facts, stack_like
-from predictor.step_time import Costs, StepTime, tabulate
+from predictor.state import NONE, State
+from predictor.state_allocation import no_facts
+from predictor.state_copies import stack_like
+from predictor.step_time import StepTime
+from predictor.tabulated_costs import Costs, tabulate
 from scheduler.instances import BOTH, ROLES
+from simulator.fleet_arrays import INSTANCE, SLOT, EngineArrays
 from simulator.forecast_kernels import LOOKAHEAD
-from simulator.kernels import INSTANCE, RESIDUAL_HIGH, RESIDUAL_LOW, SLOT, EngineArrays
+from simulator.predicted_lengths import RESIDUAL_HIGH, RESIDUAL_LOW
 
 COSTS = State._fields.index("costs")
 RINGS = {"waiting": "waiting_head", "pending": "pending_head"}

@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 import numpy as np
 
+from predictor.request import NO_ADAPTER
 from predictor.state import RUNNING, WAITING
-from scheduler.adapters import NO_ADAPTER, AdapterIndex
+from scheduler.adapters import AdapterIndex
 from scheduler.indicators import Column
-from simulator.kernels import EngineArrays
+from simulator.fleet_arrays import EngineArrays
 
 
 class FleetAdapters(AdapterIndex):

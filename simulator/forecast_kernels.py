@@ -11,21 +11,15 @@ import numpy as np
 
 from predictor import loop, queues, remote_kv
 from predictor.compiled import direct, kernel, small_kernel
-from predictor.engine import ANY_NUMBER, FOREVER
 from predictor.forecast import compare, read_result, stop_counting_on_time
 from predictor.forecast_result import TO_THE_END
-from predictor.state import DECODE_LEG, HELD, NONE, PREFILL_LEG, State, copy_into, layer
-from predictor.step_time import step_seconds
-from simulator.kernels import (
-    CANDIDATE,
-    EngineArrays,
-    Requests,
-    as_decode_leg,
-    as_prefill_leg,
-    engine_at,
-    fill_slot,
-    predicted_tokens,
-)
+from predictor.loop import ANY_NUMBER, FOREVER
+from predictor.state import DECODE_LEG, HELD, NONE, PREFILL_LEG, State
+from predictor.state_copies import copy_into, layer
+from predictor.tabulated_costs import step_seconds
+from simulator.fleet_arrays import CANDIDATE, EngineArrays, Requests, engine_at
+from simulator.predicted_lengths import predicted_tokens
+from simulator.request_slots import as_decode_leg, as_prefill_leg, fill_slot
 from simulator.verdict import find_verdict
 
 # Layers of the workspace: without the request, with it, and a copy to run without it; one lookahead per engine.
@@ -120,7 +114,7 @@ def copy_for_forecast(fleet: EngineArrays, workspace: State, index: int, target:
         instance.has_lookahead = 1
     else:
         add_joined(source, lookahead)
-    loop.drive(lookahead, FOREVER, np.int64(ANY_NUMBER), np.int64(loop.TAIL_OF_QUEUE))
+    loop.run(lookahead, FOREVER, np.int64(ANY_NUMBER), np.int64(loop.TAIL_OF_QUEUE))
     copy_into(target, lookahead)
     for position in range(engine.num_pending):
         slot = source.pending[queues.at(engine.pending_head, position, len(source.pending))]
@@ -165,11 +159,11 @@ def add_joined(source: State, lookahead: State) -> None:
 @kernel
 def forecast(
     fleet: EngineArrays, requests: Requests, workspace: State, number: int, indices: np.ndarray, now_s: float,
-    with_delays: bool, until: int, leg: int, in_s: float, results: np.ndarray,
+    with_delays: bool, until: int, min_slack_s: float, leg: int, in_s: float, results: np.ndarray,
 ) -> None:  # fmt: skip
     """Forecast a request, or a leg of it, that arrives in `in_s` at each of some engines, as their sidecars would.
 
-    With delays it may be simulated only `until` it is known which deadlines are kept.
+    With delays it may be simulated only `until` it is known which deadlines are kept, with `min_slack_s` to spare.
     """
     any_number, unwatched = np.int64(ANY_NUMBER), np.int64(NONE)
     slot = np.int64(CANDIDATE)
@@ -190,7 +184,7 @@ def forecast(
             copy_for_forecast(fleet, workspace, index, before, now_s)
             if until == TO_THE_END:
                 copy_into(without_it, before)
-                loop.drive(without_it, FOREVER, any_number, unwatched)
+                loop.run(without_it, FOREVER, any_number, unwatched)
             copy_into(with_it, before)
         else:
             copy_for_forecast(fleet, workspace, index, with_it, now_s)
@@ -198,9 +192,9 @@ def forecast(
         with_it.requests[slot] = source.requests[slot]
         queues.announce(with_it, slot)
         if with_delays and until != TO_THE_END:
-            find_verdict(before, without_it, with_it, slot, now_s, until, results[row])
+            find_verdict(before, without_it, with_it, slot, now_s, until, min_slack_s, results[row])
             continue
-        loop.drive(with_it, FOREVER, any_number, unwatched if with_delays else slot)
+        loop.run(with_it, FOREVER, any_number, unwatched if with_delays else slot)
         read_result(with_it, slot, now_s, results[row])
         if with_delays:
             compare(before, before, without_it, with_it, slot, results[row])
@@ -214,7 +208,7 @@ def forecast_drain(fleet: EngineArrays, workspace: State, now_s: float, drained_
         source = engine_at(fleet.stack, fleet.predicted_costs, index)
         copied = layer(workspace, source, WITH)
         copy_for_forecast(fleet, workspace, index, copied, now_s)
-        loop.drive(copied, FOREVER, any_number, unwatched)
+        loop.run(copied, FOREVER, any_number, unwatched)
         drained_s[index] = max(0.0, copied.engine[0].now_s - now_s)
 
 

@@ -2,13 +2,16 @@
 
 By work, it is a share of the tokens, of prompts and responses, that belong to such requests. Requests without a TTFT
 target have no deadlines; they are served, and count nowhere.
+
+A cluster that starts empty keeps deadlines at rates that it cannot keep for long, and so does one whose traffic ends.
+Therefore more requests may arrive before and after those that count, for `warm_up_s` each.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -58,6 +61,7 @@ class GoodputTrial:
     seed: int
     share: float
     by_work: bool = False
+    warm_up_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +72,7 @@ class GoodputCase:
     policy: str
     seed: int
     first_rate: float
+    warm_up_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,10 +90,11 @@ class TooManyMissedError(Exception):
 def run_trial(trial: GoodputTrial) -> dict[str, Any]:
     """Run a trial; one that certainly fails is stopped, and has only shares that cannot be exceeded any more."""
     scenario = trial.scenario
-    work = scenario.workload(trial.rate, trial.seed)
+    work, counts = requests_of(trial)
     levels = with_deadlines(work)
     running = simulation(scenario.instance_specs(), work, trial.policy, scenario.conditions, seed=trial.seed)
-    has_deadline = ~np.isnan(levels.ttft_slo_s)
+    has_deadline = ~np.isnan(levels.ttft_slo_s) & counts
+    last = np.flatnonzero(counts)[-1]
     tokens = work.lengths.prompt_tokens + work.lengths.output_tokens
     worth = {
         "attained": has_deadline / has_deadline.sum(),
@@ -97,16 +103,32 @@ def run_trial(trial: GoodputTrial) -> dict[str, Any]:
     goal = GoodputGoal(share=trial.share, by_work=trial.by_work)
     at_most: dict[str, Any] = {}
 
-    def watch(_: int) -> None:
+    def watch(number: int) -> bool:
         kept = ~missed_so_far(running)
         at_most.update({name: float(values[kept].sum()) for name, values in worth.items()})
         if at_most[goal.name] < goal.share - ROUNDING:
             raise TooManyMissedError
+        return bool(number > last and have_ended(running)[counts].all())
 
     try:
-        return attained_in(running.run(watch))
+        return attained_in(running.run(watch), counts)
     except TooManyMissedError:
         return {**at_most, "is_stopped": True}
+
+
+def requests_of(trial: GoodputTrial) -> tuple[Workload, Flags]:
+    """Draw the requests of a trial, with those that arrive before and after the ones that count, and say which do."""
+    scenario, rate = trial.scenario, trial.rate
+    work = scenario.workload(rate, trial.seed)
+    num, num_around = len(work), 0 if rate is None else math.ceil(rate * trial.warm_up_s)
+    if num_around:
+        longer = scenario.changed(traffic={"num_requests": num + 2 * num_around})
+        work = longer.workload(rate, trial.seed)
+        if len(work) < num + 2 * num_around:
+            raise ValueError("warm_up_s: the trace has too few requests for it")
+    counts: Flags = np.zeros(len(work), np.bool_)
+    counts[num_around : num_around + num] = True
+    return work, counts
 
 
 def with_deadlines(work: Workload) -> ServiceLevels:
@@ -139,9 +161,20 @@ def missed_so_far(running: Simulation) -> Flags:
     return missed & ~np.isnan(levels.ttft_slo_s)
 
 
-def attained_in(result: RunResult) -> dict[str, Any]:
+def have_ended(running: Simulation) -> Flags:
+    """Return which requests have been served or shed."""
+    ended: Flags = running.requests.outcomes.finished_s >= 0
+    ended |= running.decisions.status == STATUSES.index(SHED)
+    return ended
+
+
+def attained_in(result: RunResult, counts: Flags | None = None) -> dict[str, Any]:
     """Return the share of the requests that attained all deadlines, also by tokens, and how many had two legs."""
-    part = attained(served_requests(result, latencies(result)))
+    served = served_requests(result, latencies(result))
+    if counts is not None:
+        due_s = np.where(counts, served.levels.ttft_slo_s, np.nan)  # without one, a request counts nowhere
+        served = replace(served, levels=replace(served.levels, ttft_slo_s=due_s))
+    part = attained(served)
     return {
         "attained": part["deadline_attained"],
         "attained_tokens": part["deadline_attained_tokens"],
@@ -176,6 +209,7 @@ def goodputs(
                 seed=cases[index].seed,
                 share=search.goal.share,
                 by_work=search.goal.by_work,
+                warm_up_s=cases[index].warm_up_s,
             )
             for index, search in open_searches
         ]

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from predictor.config import EngineConfig
-from predictor.engine import Outcome
 from predictor.fitting.calibration import Array, MeasuredLatencies
+from predictor.outcome import Outcome
 from predictor.prefix import block_hashes
 from predictor.request import RequestFacts
 

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from predictor.gain import EQUAL_WEIGHTS, GainWeights, ServedRequests, attainment_report, default_levels
 from predictor.request import CLASSES
-from predictor.step_time import Costs, step_seconds, tabulate
+from predictor.tabulated_costs import Costs, step_seconds, tabulate
 from simulator.fleet import has_roles, instance_names
 from simulator.pool_metrics import pool_summary
 from simulator.result import STATUSES, RunResult

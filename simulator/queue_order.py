@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from predictor.step_time import StepTime, step_seconds, tabulate
+from predictor.step_time import StepTime
+from predictor.tabulated_costs import step_seconds, tabulate
 from scheduler.admission.order import fewest_late, late_last
 from simulator.conditions import FEWEST_LATE, FIRST_COME, LATE_LAST, Conditions
 from simulator.fleet import InstanceSpec

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from predictor.config import EngineConfig
-from predictor.engine import Engine, Outcome, StepRecord
+from predictor.engine import Engine
 from predictor.gain import ServedRequests, default_levels, service_levels_of
+from predictor.outcome import Outcome, StepRecord
 from predictor.request import RequestFacts
 from predictor.state import NONE
 from predictor.step_time import StepTime

@@ -52,9 +52,9 @@ class RunResult:
     work: Workload
     specs: tuple[InstanceSpec, ...]
     policy: str
-    outcomes: np.recarray[Any, Any]  # kernels.OUTCOME
+    outcomes: np.recarray[Any, Any]  # fleet_arrays.OUTCOME
     decisions: np.recarray[Any, Any]  # DECISION
-    legs: np.recarray[Any, Any]  # kernels.LEGS_OF_REQUEST
+    legs: np.recarray[Any, Any]  # fleet_arrays.LEGS_OF_REQUEST
     samples: list[ClusterSample]
     end_s: float
     up_s: float  # total seconds that instances were up

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections import deque
 from collections.abc import Callable
@@ -12,26 +11,30 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from predictor.lengths import quantile_medians
-from predictor.request import LEGS, PREFILL
+from predictor.loop import FOREVER
 from predictor.state import NONE, PREFILL_LEG
 from scheduler.candidates import RequestIndicators
 from scheduler.decision import Decision
-from scheduler.indicators import INDEX_OF, Column
+from scheduler.indicators import INDEX_OF
 from scheduler.intentions import Ask, Intention, Reserve, Shed, Wait
 from scheduler.placement import PlacementRequest
 from scheduler.prefix.prompt import NO_BLOCKS, PromptBlocks
-from simulator import forecast_kernels, kernels
+from simulator.advance import advance, refresh_directly
+from simulator.available_instances import AvailableInstances
 from simulator.conditions import SENT_INDEX, Conditions
-from simulator.fleet import InstanceSpec, restart, with_more_slots, workspace_for
+from simulator.events import CALL, OUT, REPORT, SAMPLE, TICK, WAKE, EventQueue
+from simulator.fleet import InstanceSpec, restart, with_more_slots
+from simulator.fleet_arrays import EngineArrays, Requests
+from simulator.indicator_kernels import INDICATORS, count_hits_directly
 from simulator.queue_order import QueueOrder
 from simulator.request_levels import RequestLevels, levels_of
+from simulator.request_slots import collect_finished
 from simulator.result import FINISHED, LOST, REFUSED, SHED, STATUSES, ClusterSample, RunResult
 from simulator.scheduler_view import SchedulerView
+from simulator.simulated_forecasts import SimulatedForecasts
 from simulator.workload import Workload
 
-FOREVER = math.inf
-ROWS = np.array([INDEX_OF[name] for name in kernels.INDICATORS], np.int64)
+ROWS = np.array([INDEX_OF[name] for name in INDICATORS], np.int64)
 PER_MINUTE, DRAINED = INDEX_OF["requests_per_minute"], INDEX_OF["drained_s"]
 FREE_BLOCKS, RUNNING, WAITING, PREEMPTIONS, STEP_S, FETCHING, HELD_BLOCKS = (
     INDEX_OF[name]
@@ -40,27 +43,6 @@ FREE_BLOCKS, RUNNING, WAITING, PREEMPTIONS, STEP_S, FETCHING, HELD_BLOCKS = (
         "num_held_blocks",
     )
 )  # fmt: skip
-
-# The kinds of events besides arrivals, in the order in which they are processed at one moment.
-BACK, OUT, TICK, REPORT, WAKE, SAMPLE, CALL = range(7)
-
-FORECAST_FIELDS = {
-    "predicted_ttft_s": "first_token_s",
-    "predicted_e2e_s": "finished_s",
-    "predicted_queue_s": "scheduled_s",
-    "predicted_preemptions": "num_preemptions",
-    "others_preempted": "others_preempted",
-    "delay_sum_s": "delay_sum_s",
-    "delay_worst_s": "delay_worst_s",
-    "predicted_attained": "attained",
-    "others_missed": "others_missed",
-    "gain_before": "gain_before",
-    "gain_after": "gain_after",
-    "least_slack_s": "least_slack_s",
-    "predicted_unmeasured": "unmeasured",
-}
-
-AVERAGED = {"predicted_attained", "others_missed", "gain_before", "gain_after"}  # over a request's lengths
 
 
 @dataclass(slots=True)
@@ -71,24 +53,18 @@ class Simulation:
     work: Workload
     schedulers: list[SchedulerView]
     conditions: Conditions
-    fleet: kernels.EngineArrays
-    requests: kernels.Requests
+    fleet: EngineArrays
+    requests: Requests
     scheduler_of: npt.NDArray[np.int64]  # by request
     queue_order: QueueOrder
-    workspace: Any = None
-    results: Any = None  # RESULT: of the last forecast, by position among the candidates
+    forecasts: SimulatedForecasts
+    available: AvailableInstances
     reported: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
     decisions: Any = None
     samples: list[ClusterSample] = field(default_factory=list)
-    events: list[tuple[float, int, int, Any]] = field(default_factory=list)
-    num_events: int = 0
+    events: EventQueue = field(default_factory=EventQueue)
     unsent: tuple[int, int, float, float] = (NONE, 0, 0.0, 0.0)
-    possible: npt.NDArray[np.bool_] | None = None  # per request and instance; None where all can serve all
-    rows: npt.NDArray[np.intp] | None = None  # of the instances that are up; None where all are
-    up_since: dict[int, float] = field(default_factory=dict)
-    up_s: float = 0.0
     now_s: float = 0.0
-    leaving: set[int] = field(default_factory=set)  # instances that finish what they have, and get nothing new
     decided: Callable[[int, int, float, npt.NDArray[np.float64]], None] | None = None  # called for every decision
     unplaced: list[int] = field(default_factory=list)  # requests that arrived while no instance was up
     minute: list[deque[float]] = field(default_factory=list)  # sends of the last minute, by instance
@@ -104,10 +80,7 @@ class Simulation:
     _has_fresh_indicators: bool = True
     _needs_forecast: bool = False
     _needs_prefix: bool = False
-    _needs_tpot: bool = False
     _is_ticking: bool = False
-    _num_quantiles: int = 1  # of lengths with which each forecast is made
-    _forecast_columns: dict[str, np.ndarray] = field(default_factory=dict)  # of `results`, by indicator
     _levels: RequestLevels = field(default_factory=RequestLevels)
     _session_ids: list[str] = field(default_factory=list)
     _no_hits: npt.NDArray[np.float64] | None = None  # where no prompt's content is known
@@ -128,28 +101,21 @@ class Simulation:
         if self.work.session is not None:
             self._session_ids = [str(one) if one >= 0 else "" for one in self.work.session.tolist()]
         self._has_fresh_indicators = self.conditions.has_fresh_indicators
-        needed = {name for part in policy.parts if part.needs_forecast for name in part.forecast_columns}
-        needed.add("predicted_e2e_s")
-        self._needs_tpot = "predicted_tpot_s" in needed
-        self._num_quantiles = policy.length_quantiles
-        self._forecast_columns = {
-            name: self.results[field_name] for name, field_name in FORECAST_FIELDS.items() if name in needed
-        }
         self._no_hits = np.zeros(len(self.specs)) if lengths.num_contents == 0 else None
         names = ("instance", "scheduler", "num_sends", "predicted_ttft_s", "predicted_e2e_s", "decided_s")
         self.columns = tuple(np.asarray(self.decisions[name]) for name in names)
 
-    def run(self, progress: Callable[[int], None] | None = None) -> RunResult:
-        """Serve all requests until they have ended."""
+    def run(self, progress: Callable[[int], bool | None] | None = None) -> RunResult:
+        """Serve all requests until they have ended, or those that have arrived when `progress` returns True."""
         arrival_s = self.work.arrival_s.tolist()
         for number, now_s in enumerate(arrival_s):
-            while self.events and self.events[0][0] <= now_s:
+            while self.events.next_s <= now_s:
                 self._process_event()
             self.now_s = now_s
             self._decide(number, now_s)
-            if progress is not None and number & 255 == 0:
-                progress(number)
-        while self._num_waiting() or (self.events and self.events[0][1] != SAMPLE):
+            if progress is not None and number & 255 == 0 and progress(number):
+                return self._end()
+        while self._num_waiting() or self.events.next_kind not in {None, SAMPLE}:
             if self._is_over():
                 break
             self._process_event()
@@ -169,19 +135,14 @@ class Simulation:
 
     # Events besides arrivals.
 
-    def schedule(self, time_s: float, kind: int, what: Any = None) -> None:
-        """Schedule an event."""
-        self.num_events += 1
-        heapq.heappush(self.events, (time_s, kind, self.num_events, what))
-
     def _process_event(self) -> None:
-        time_s, kind, _, what = heapq.heappop(self.events)
+        time_s, kind, what = self.events.take()
         self.now_s = max(self.now_s, time_s)
         if kind == SAMPLE:
             self.refresh(time_s)
             self._sample(time_s)
             if time_s < self.work.arrival_s[-1]:
-                self.schedule(time_s + self.conditions.sample_s, SAMPLE)
+                self.events.schedule(time_s + self.conditions.sample_s, SAMPLE)
         elif kind == TICK:
             self._tick(time_s, what)
         elif kind == REPORT:
@@ -215,20 +176,18 @@ class Simulation:
         reported = self.reported.copy()
         delay_s, period_s = self.conditions.indicator_delay_s, self.conditions.indicator_period_s
         if delay_s > 0:
-            self.schedule(time_s + delay_s, REPORT, (which, time_s, reported))
+            self.events.schedule(time_s + delay_s, REPORT, (which, time_s, reported))
         else:
             self.schedulers[which].take_reports(time_s, reported)
         if time_s < self.work.arrival_s[-1]:
-            self.schedule(time_s + max(period_s, 1e-3), TICK, which)
+            self.events.schedule(time_s + max(period_s, 1e-3), TICK, which)
 
     def _out(self, time_s: float, index: int) -> None:
         self.refresh(time_s)
         if not self.fleet.instances[index].up:
             return
-        kernels.collect_finished(self.fleet, self.requests, index)
-        self.fleet.instances[index].up = 0
-        self.up_s += time_s - self.up_since.pop(index)
-        self.update_rows()
+        collect_finished(self.fleet, self.requests, index)
+        self.available.went_down(self.fleet, index, time_s)
         numbers, rows = self.fleet.slots.number[index], self.fleet.stack.requests[index]
         lost = {int(numbers[slot]): rows[slot].copy() for slot in np.flatnonzero(numbers != NONE)}
         restart(self.fleet, index, self.specs[index], time_s)
@@ -249,31 +208,22 @@ class Simulation:
 
     def _back(self, time_s: float, index: int) -> None:
         self.refresh(time_s)
-        self.fleet.instances[index].up = self.fleet.instances[index].changed = 1
+        self.available.came_up(self.fleet, index, time_s)
         self.fleet.stack.engine[index, 0].now_s = time_s
-        self.up_since[index] = time_s
-        self.update_rows()
         self.refresh(time_s)
         waiting, self.unplaced = self.unplaced, []
         for number in waiting:
             self._decide(number, time_s)
-
-    def update_rows(self) -> None:
-        """Determine which instances may get requests."""
-        up = self.fleet.instances.up.astype(bool)
-        up[list(self.leaving)] = False
-        self.rows = None if up.all() else np.flatnonzero(up)
 
     # Decisions.
 
     def refresh(self, now_s: float) -> None:
         """Send the request that was decided last, advance all engines, and write their indicators."""
         number, index, arrives_s, shown_s = self.unsent
-        while kernels.refresh_directly(
+        while refresh_directly(
             self.fleet, self.requests, number, index, arrives_s, shown_s, now_s, ROWS, self.reported
         ):
             self.fleet = with_more_slots(self.fleet)
-            self.workspace = None
         if number >= 0:
             self.unsent = (NONE, 0, 0.0, 0.0)
         self.observe(now_s)
@@ -283,7 +233,7 @@ class Simulation:
         if self.watches_minute:
             self._count_minute(now_s)
         if self.watches_drain:
-            forecast_kernels.forecast_drain_directly(self.fleet, self._room(), now_s, self.reported[DRAINED])
+            self.forecasts.forecast_drain(self.fleet, now_s, self.reported[DRAINED])
 
     def _decide(self, number: int, now_s: float) -> None:
         """Start the decision of a request's scheduler."""
@@ -324,7 +274,7 @@ class Simulation:
         """Give a decision the current state of the instances; return False where none can serve its request."""
         request = decision.request
         number = request.number
-        request.rows = rows = self._able(number)
+        request.rows = rows = self.available.able(number)
         if rows is not None and len(rows) == 0:
             decision.cancel(now_s)
             self._no_instance(number)
@@ -351,12 +301,12 @@ class Simulation:
                 break
             if isinstance(intention, Ask):
                 self._apply_objective(decision)
-                columns = self._forecast(intention, decision.request.number, now_s)
+                columns = self.forecasts.forecast(self.fleet, self.requests, intention, decision.request.number, now_s)
                 intention = decision.answers_in_columns((columns,), now_s)
             else:
                 assert isinstance(intention, Wait)
                 if intention.until_s < FOREVER:
-                    self.schedule(max(now_s, intention.until_s), WAKE, (which, decision))
+                    self.events.schedule(max(now_s, intention.until_s), WAKE, (which, decision))
                 break
         if self.holds:
             self._tick_ready(which, now_s)
@@ -398,32 +348,22 @@ class Simulation:
         if self._needs_forecast:
             best = decision.comparison.position
             if best >= 0:
-                predicted_ttft_s[number] = self.results["first_token_s"][best]
-                predicted_e2e_s[number] = self.results["finished_s"][best]
+                predicted_ttft_s[number] = self.forecasts.results["first_token_s"][best]
+                predicted_e2e_s[number] = self.forecasts.results["finished_s"][best]
             if self.decided is not None:
                 num_compared = len(decision.comparison.compared or ())
-                self.decided(number, index, now_s, self.results["finished_s"][:num_compared])
+                self.decided(number, index, now_s, self.forecasts.results["finished_s"][:num_compared])
         reserved_s = now_s + conditions.decision_s
         arrives_s = reserved_s + conditions.network_s
         self.unsent = (number, index, arrives_s, reserved_s if conditions.reservations else arrives_s)
         self._note_sent(self.schedulers[which], number, index, self.unsent[3])
 
-    def _able(self, number: int) -> npt.NDArray[np.intp] | None:
-        """Return the instances that could serve a request: they are up and large enough; None for all."""
-        if self.possible is None:
-            return self.rows
-        able = self.possible[number]
-        if self.rows is None:
-            return None if able.all() else np.flatnonzero(able)
-        some: npt.NDArray[np.intp] = self.rows[able[self.rows]]
-        return some
-
     def _no_instance(self, number: int) -> None:
         """Keep a request until an instance is back, or refuse one that none could ever serve."""
-        if self.possible is not None and not self.possible[number].any():
-            self.decisions[number].status = STATUSES.index(REFUSED)
-        else:
+        if self.available.is_ever_able(number):
             self.unplaced.append(number)
+        else:
+            self.decisions[number].status = STATUSES.index(REFUSED)
 
     def _add_prefix(self, request: PlacementRequest, number: int) -> None:
         """Add what is known of the prompt's content: its blocks, or the engines' actual hits."""
@@ -436,7 +376,7 @@ class Simulation:
             request.prefix_hits = self._no_hits
             return
         hits = np.zeros(len(self.specs))
-        deepest = kernels.count_hits_directly(self.fleet, self.requests, number, hits)
+        deepest = count_hits_directly(self.fleet, self.requests, number, hits)
         request.prefix_hits = hits
         request.indicators.prefix_class = None if deepest < 0 else int(deepest)
 
@@ -444,58 +384,6 @@ class Simulation:
         asked = self.requests.facts[number]
         first = int(asked.first_content)
         return list(self.requests.contents[first : first + int(asked.num_contents)].tolist())
-
-    def _forecast(self, ask: Ask, number: int, now_s: float) -> dict[str, Column]:
-        """Forecast a request, or a leg of it, on some instances, with each of its lengths, the middle one last."""
-        facts, num = self.requests.facts[number], self._num_quantiles
-        log_median, spread = facts.log_median, facts.spread
-        if num == 1 or ask.leg == PREFILL or not spread > 0 or math.isnan(log_median):
-            return self._forecast_once(ask, number, now_s)
-        medians = quantile_medians(math.exp(log_median), spread, num)
-        sums: dict[str, Column] = {}
-        facts.spread = 0.0
-        for part in (*range(num // 2), *range(num // 2 + 1, num), num // 2):
-            facts.log_median = math.log(medians[part]) if part != num // 2 else log_median
-            columns = self._forecast_once(ask, number, now_s)
-            for name in AVERAGED & columns.keys():
-                sums[name] = sums.get(name, 0.0) + columns[name]
-        facts.spread = spread
-        return {**columns, **{name: total / num for name, total in sums.items()}}
-
-    def _forecast_once(self, ask: Ask, number: int, now_s: float) -> dict[str, Column]:
-        """Forecast in one call of compiled code."""
-        among, leg = ask.candidates, LEGS.index(ask.leg)
-        rows = np.arange(len(among)) if among.rows is None else among.rows
-        num = len(rows)
-        results = self.results[:num]
-        facts = self.requests.facts[number]
-        ttft_slo_s = facts.ttft_slo_s
-        facts.ttft_slo_s = ttft_slo_s - self.conditions.deadline_margin_s
-        forecast_kernels.forecast_directly(
-            self.fleet,
-            self.requests,
-            self._room(),
-            number,
-            rows,
-            now_s,
-            ask.with_delays,
-            ask.until,
-            leg,
-            ask.in_s,
-            results,
-        )
-        facts.ttft_slo_s = ttft_slo_s
-        columns = {name: np.asarray(column[:num], np.float64) for name, column in self._forecast_columns.items()}
-        if self._needs_tpot:
-            columns["predicted_tpot_s"] = (results["finished_s"] - results["first_token_s"]) / np.maximum(
-                1, results["output_tokens"] - 1
-            )
-        return columns
-
-    def _room(self) -> Any:
-        if self.workspace is None:
-            self.workspace = workspace_for(self.fleet)
-        return self.workspace
 
     def _note_sent(self, scheduler: SchedulerView, number: int, index: int, shown_s: float) -> None:
         if self.watches_minute:
@@ -514,13 +402,13 @@ class Simulation:
 
     def run_out(self) -> None:
         """Advance all engines until nothing is left to do."""
-        kernels.advance(self.fleet, FOREVER)
+        advance(self.fleet, FOREVER)
 
     def _end(self) -> RunResult:
         self.refresh(self.now_s)
         self.run_out()
         for index in range(len(self.specs)):
-            kernels.collect_finished(self.fleet, self.requests, index)
+            collect_finished(self.fleet, self.requests, index)
             legs = self.fleet.stack.requests.leg[index]
             for number, leg in zip(self.fleet.slots.number[index], legs, strict=True):
                 if number != NONE and leg != PREFILL_LEG:  # it waits for blocks that no request will free
@@ -529,7 +417,6 @@ class Simulation:
         self.decisions.status[finished & (self.decisions.status == 0)] = STATUSES.index(FINISHED)
         ends = self.requests.outcomes.finished_s[finished]
         end_s = max(float(ends.max(initial=0.0)), float(self.work.arrival_s[-1]))
-        up_s = self.up_s + sum(end_s - since_s for since_s in self.up_since.values())
         return RunResult(
             work=self.work,
             specs=self.specs,
@@ -539,5 +426,5 @@ class Simulation:
             legs=self.requests.legs,
             samples=self.samples,
             end_s=end_s,
-            up_s=up_s,
+            up_s=self.available.up_s(end_s),
         )

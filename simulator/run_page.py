@@ -9,7 +9,7 @@ from html import escape
 import numpy as np
 import numpy.typing as npt
 
-from predictor.engine import Outcome
+from predictor.outcome import Outcome
 from simulator.experiments.charts import lane_chart, line_chart, scatter_chart
 from simulator.load_report import RequestResult
 from simulator.metrics import request_table, spread_of

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-from predictor.step_time import step_seconds, tabulate
+from predictor.tabulated_costs import step_seconds, tabulate
 from scheduler.indicators import INDEX_OF
 from scheduler.provisioning.pool_state import TierNeeds
 from scheduler.provisioning.tier_planner import POOL, TierInstance, TierMove, TierPlace, TierPlanner

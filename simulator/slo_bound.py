@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from predictor.gain import NO_TIER
-from predictor.step_time import (
+from predictor.tabulated_costs import (
     ALONE,
     BESIDE,
     CONSTANT,

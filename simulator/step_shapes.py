@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from predictor.step_time import ALONE, BESIDE, CONSTANT, PREFILL, PREFILL_TOKEN, SAMPLED, context_line, tabulate
+from predictor.tabulated_costs import ALONE, BESIDE, CONSTANT, PREFILL, PREFILL_TOKEN, SAMPLED, context_line, tabulate
 from simulator.fleet import InstanceSpec
 
 Floats = npt.NDArray[np.float64]

@@ -6,43 +6,34 @@ first that is, or when all prefills have ended and no decode step to come can be
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
-
-import numba
 import numpy as np
 
 from predictor import loop, queues
-from predictor.compiled import OPTIONS, kernel, small_kernel
-from predictor.engine import ANY_NUMBER, FOREVER
+from predictor.compiled import kernel, small_kernel
 from predictor.forecast import attains, read_result
 from predictor.forecast_result import ALL_KEPT
-from predictor.state import AT_SETBACK, FINISHED, NEVER, NONE, WHEN_KEPT, State, copy_into
-
-F = TypeVar("F", bound=Callable[..., Any])
+from predictor.loop import ANY_NUMBER, FOREVER
+from predictor.state import AT_SETBACK, FINISHED, NEVER, NONE, WHEN_KEPT, State
+from predictor.state_copies import copy_into
 
 FEW_STEPS = 8
 AFTER_S = 1e-6  # after its deadline, at least, comes a first token that the simulation has not reached
-ENDED, OWN_MISSED, SETBACK = range(3)  # why a run has stopped
+ENDED, OWN_MISSED, SETBACK, LITTLE_SLACK = range(4)  # why a run has stopped
 
 
-def inlined(function: F) -> F:
-    """Make a function part of the kernel that calls it: each compiled function that calls the loop has a copy of it."""
-    return cast("F", numba.njit(inline="always", **OPTIONS)(function))
-
-
-@inlined
+@kernel
 def find_verdict(
-    before: State, alone: State, after: State, slot: int, now_s: float, until: int, result: np.record
-) -> None:
+    before: State, alone: State, after: State, slot: int, now_s: float, until: int, min_slack_s: float,
+    result: np.record,
+) -> None:  # fmt: skip
     """Simulate a request that was announced to `after`, a copy of `before`, until the verdict is known.
 
     With `ALL_KEPT` that is also when the request itself misses a deadline or is preempted. The time of its first token
     is then found as well, or at least that it is after its deadline. What remains unknown is NaN, and of the others it
-    is known only whether any is harmed.
+    is known only whether any is harmed. With `min_slack_s` it ends as soon as there is less slack, whoever is harmed.
     """
     engine = after.engine[0]
-    engine.stops = AT_SETBACK
+    engine.stops, engine.min_slack_s = AT_SETBACK, min_slack_s
     due_s = FOREVER
     if until == ALL_KEPT and after.requests[slot].tokens_on_time >= 0:
         due_s = after.requests[slot].arrival_s + after.facts[slot].ttft_slo_s
@@ -56,7 +47,7 @@ def find_verdict(
             if not has_alone:
                 copy_into(alone, before)
                 alone.engine[0].stops = WHEN_KEPT
-                loop.drive(alone, FOREVER, np.int64(ANY_NUMBER), np.int64(NONE))
+                loop.run(alone, FOREVER, np.int64(ANY_NUMBER), np.int64(NONE))
                 has_alone = True
             result.others_missed = num_harmed(before, alone, after)
             result.others_preempted = num_others_preempted(alone, after, slot)
@@ -66,29 +57,32 @@ def find_verdict(
     read_result(after, slot, now_s, result)
     result.attained = keeps(after, slot)
     result.others_missed, result.others_preempted = others_missed, others_preempted
+    result.least_slack_s = engine.least_slack_s
     if stopped != ENDED or engine.is_kept:
         hide_unknown(result)
         if after.requests[slot].first_token_s < 0 and due_s < FOREVER:
             result.first_token_s = due_s - now_s + AFTER_S
 
 
-@inlined
+@kernel
 def run_on(state: State, slot: int, due_s: float, own_counts: bool) -> int:
     """Run until the next setback, or until the request is known to be late if that counts; return why it stopped."""
     engine, request = state.engine[0], state.requests[slot]
     engine.num_setbacks = 0
     if request.first_token_s < 0 and due_s < FOREVER:
-        loop.drive(state, due_s, np.int64(ANY_NUMBER), np.int64(NONE))
+        loop.run(state, due_s, np.int64(ANY_NUMBER), np.int64(NONE))
         if engine.num_setbacks == 0 and not engine.is_kept and request.first_token_s < 0:
             return OWN_MISSED
     if engine.num_setbacks == 0 and not engine.is_kept:
-        loop.drive(state, FOREVER, np.int64(ANY_NUMBER), np.int64(NONE))
+        loop.run(state, FOREVER, np.int64(ANY_NUMBER), np.int64(NONE))
     if own_counts and (has_missed(state, slot) or request.num_preemptions > 0):
         return OWN_MISSED
+    if loop.has_little_slack(state):
+        return LITTLE_SLACK
     return SETBACK if engine.num_setbacks > 0 else ENDED
 
 
-@inlined
+@kernel
 def reach_first_token(state: State, slot: int, due_s: float) -> None:
     """Run on until a request has its first token, but not beyond its deadline."""
     engine, request = state.engine[0], state.requests[slot]
@@ -96,7 +90,7 @@ def reach_first_token(state: State, slot: int, due_s: float) -> None:
     num_steps = NONE
     while request.first_token_s < 0 and num_steps < engine.num_steps and due_s < FOREVER:
         num_steps = engine.num_steps
-        loop.drive(state, due_s, np.int64(num_steps + FEW_STEPS), np.int64(NONE))
+        loop.run(state, due_s, np.int64(num_steps + FEW_STEPS), np.int64(NONE))
 
 
 @small_kernel

@@ -15,10 +15,11 @@ from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 from predictor.config import EngineConfig
+from predictor.engine_from_snapshot import engine_from
 from predictor.forecast import Forecaster
 from predictor.request import RequestFacts
 from predictor.snapshot import VERSION, KvCache, LiveRequest, Snapshot, StepUnderWay
-from predictor.snapshot_conversion import engine_from, snapshot_of
+from predictor.snapshot_of_engine import snapshot_of
 from tests.inspecting import expect_blocks_conserved
 from tests.strategies import AFFINE, Load
 

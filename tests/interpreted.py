@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from predictor.engine import Engine
+from predictor.engine_from_snapshot import engine_from
 from predictor.forecast import Forecaster
-from predictor.snapshot_conversion import engine_from, snapshot_of
+from predictor.snapshot_of_engine import snapshot_of
 from predictor.state import State
 from tests.inspecting import counts_of, times_of
 from tests.strategies import AFFINE, Load

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from numba.core import types
 from numba.extending import is_jitted
 
 from predictor.batching import (
@@ -34,7 +35,9 @@ from predictor.batching import (
 )
 from predictor.compiled import inner_kernel
 from predictor.config import BIDIRECTIONAL, FETCHING_ROLES, PLAIN, SWAP, EngineConfig
+from predictor.kernel_addresses import by_address
 from predictor.state import State
+from predictor.state_allocation import state_type
 from predictor.suggestions import did_you_mean, require_known
 
 
@@ -342,27 +345,12 @@ def is_compiled(batcher: Batcher) -> bool:
     return bool(is_jitted(batcher.schedule))
 
 
-def dispatcher_of(rules: Mapping[int, Callable[[State], bool]]) -> Callable[[State], bool]:
-    """Compile the function that calls the rule with the number that the engine carries.
-
-    It is written as source, one `if` for each rule: with a closure for each, the compiler would optimise the inner
-    ones again for every outer one.
-    """
-    *others, last = rules
-    lines = [f"    if number == {number}:\n        return rule_{number}(state)" for number in others]
-    source = "\n".join(
-        ("def dispatch(state):", "    number = state.engine[0].batcher", *lines, f"    return rule_{last}(state)")
-    )
-    names: dict[str, Any] = {f"rule_{number}": rule for number, rule in rules.items()}
-    exec(compile(source, "<local schedulers>", "exec"), names)  # noqa: S102 - of numbers alone
-    return inner_kernel(names["dispatch"])
+call_rule = by_address(
+    "local_schedulers", [batcher.schedule for batcher in BATCHERS.values()], types.boolean, lambda: (state_type(),)
+)
 
 
-def _compiled_rules() -> dict[int, Callable[[State], bool]]:
-    """Return the rules that can run within the compiled loop, by number; all of them where nothing is compiled."""
-    numbered = dict(enumerate(BATCHERS.values()))
-    compiled = {number: batcher for number, batcher in numbered.items() if is_compiled(batcher)}
-    return {number: batcher.schedule for number, batcher in (compiled or numbered).items()}
-
-
-fill = dispatcher_of(_compiled_rules())
+@inner_kernel
+def fill(state: State) -> bool:
+    """Fill a step by the local scheduler whose number the engine carries; return whether it will repeat itself."""
+    return bool(call_rule(state.engine[0].batcher, state))

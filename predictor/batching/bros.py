@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from predictor import blocks, estimator, queues, steps, two_ended_blocks
-from predictor.batching import ordered, vllm_v1
+from predictor.batching import ordered, ordered_requests, vllm_v1
 from predictor.compiled import kernel, small_kernel
 from predictor.state import RUNNING, TWO_ENDED_LAYOUT, State
 
@@ -41,12 +41,12 @@ def schedule(state: State) -> bool:
         engine.steady_limit_s = limit_s  # it grows while steps end within it
         is_steady = batch_size == engine.max_num_seqs and not is_late and estimator.is_constant(engine)
         return ordered.decode_all(state) and is_steady
-    ordered.make_heap(state, count)
+    ordered_requests.make_heap(state, count)
     exceeded = False
     for _ in range(num_real_time):
         if step.num_scheduled == batch_size:
             break
-        slot = ordered.pop(state, count)
+        slot = ordered_requests.pop(state, count)
         count -= 1
         if not fits_in_tokens(state, slot):
             continue
@@ -84,7 +84,7 @@ def list_by_class(state: State) -> tuple[int, int]:
 
     Real-time requests go by the time left until their next token is due, at most the target for this token.
     """
-    count = ordered.list_requests(state, False)
+    count = ordered_requests.list_requests(state, False)
     num_real_time = 0
     for place in range(count):
         slot = state.turns[place]
@@ -111,7 +111,7 @@ def rank_best_effort(state: State, count: int) -> None:
             rank.key = state.requests[slot].computed_tokens
     if state.engine[0].kv_layout == TWO_ENDED_LAYOUT:
         two_ended_blocks.add_checkpointed(state)
-    ordered.make_heap(state, count)
+    ordered_requests.make_heap(state, count)
 
 
 @kernel
@@ -121,7 +121,7 @@ def time_budget_s(state: State, count: int) -> tuple[float, bool]:
     A decode that is late has its target left; a prompt that is late has no limit. Returns also whether one is late.
     """
     budget_s, is_late = np.inf, False
-    constant_s = ordered.constant_s(state)
+    constant_s = ordered_requests.constant_s(state)
     for place in range(count):
         slot = state.turns[place]
         rank = state.ranks[slot]
@@ -134,7 +134,7 @@ def time_budget_s(state: State, count: int) -> tuple[float, bool]:
                 continue
             left_s = state.facts[slot].tpot_slo_s
         budget_s = min(budget_s, left_s)
-    shortest_s = ordered.shortest_tpot_s(state, count)
+    shortest_s = ordered_requests.shortest_tpot_s(state, count)
     if shortest_s < np.inf:
         budget_s = max(budget_s, state.engine[0].options[ETA] * shortest_s)
     return budget_s, is_late
@@ -148,7 +148,7 @@ def add_best_effort(state: State, count: int, num_real_time: int, batch_size: in
     step = state.steps[index]
     admits = True
     while count > 0:
-        slot = ordered.pop(state, count)
+        slot = ordered_requests.pop(state, count)
         count -= 1
         if state.ranks[slot].group != BEST_EFFORT:
             return
@@ -200,9 +200,9 @@ def register_full_blocks(state: State) -> None:
 def can_wait(state: State, slot: int, limit_s: float) -> bool:
     """Return whether a real-time request decodes, and is on time if it does so after this step."""
     rank = state.ranks[slot]
-    if limit_s == np.inf or not ordered.is_decode(state, slot):
+    if limit_s == np.inf or not ordered_requests.is_decode(state, slot):
         return False
-    return rank.key - limit_s >= rank.cost_s + ordered.constant_s(state)
+    return rank.key - limit_s >= rank.cost_s + ordered_requests.constant_s(state)
 
 
 @kernel
@@ -357,7 +357,7 @@ def preempt_last(state: State, slot: int, group: int) -> bool:
     last, last_position = slot, -1
     for position in range(state.engine[0].num_running):
         other = state.running[position]
-        if is_best_effort(state, other) == (group == BEST_EFFORT) and ordered.goes_before(state, last, other):
+        if is_best_effort(state, other) == (group == BEST_EFFORT) and ordered_requests.goes_before(state, last, other):
             last, last_position = other, position
     if last_position < 0:
         return False

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from predictor import blocks, steps
-from predictor.batching import ordered
+from predictor.batching import ordered, ordered_requests
 from predictor.compiled import kernel, small_kernel
 from predictor.state import NONE, RUNNING, State
 
@@ -34,16 +34,16 @@ def schedule(state: State) -> bool:
     that can be on time, unless blocks are short.
     """
     engine = state.engine[0]
-    count = ordered.list_requests(state, engine.options[FROM_FIRST_TOKEN] > 0)
-    tpot_s, start_s = ordered.shortest_tpot_s(state, count), ordered.start_s(state)
-    least_s = ordered.limit_s(state, count, engine.options[ETA])
-    long_s = max(least_s, min(tpot_s, STEP_CONSTANTS * ordered.constant_s(state)))
+    count = ordered_requests.list_requests(state, engine.options[FROM_FIRST_TOKEN] > 0)
+    tpot_s, start_s = ordered_requests.shortest_tpot_s(state, count), ordered_requests.start_s(state)
+    least_s = ordered_requests.limit_s(state, count, engine.options[ETA])
+    long_s = max(least_s, min(tpot_s, STEP_CONSTANTS * ordered_requests.constant_s(state)))
     can_wait = long_s > least_s and engine.num_free_blocks * MIN_FREE_PARTS > engine.num_blocks
-    first_s, busy_s = np.inf, ordered.constant_s(state)
+    first_s, busy_s = np.inf, ordered_requests.constant_s(state)
     for place in range(count):
         slot = state.turns[place]
         rank = state.ranks[slot]
-        if not ordered.is_decode(state, slot):
+        if not ordered_requests.is_decode(state, slot):
             rank.group = ON_TIME
             continue
         rank.group, rank.key = DECODE, rank.due_s
@@ -71,7 +71,7 @@ def schedule(state: State) -> bool:
 def tokens_to_come(state: State, slot: int) -> int:
     """Return the predicted number of tokens until a response ends."""
     expected = state.requests[slot].expected_tokens
-    return max(expected - ordered.num_produced(state, slot), int(expected * LONGER) + 1)
+    return max(expected - ordered_requests.num_produced(state, slot), int(expected * LONGER) + 1)
 
 
 @kernel
@@ -84,7 +84,7 @@ def forecast(state: State, slot: int, start_s: float, rate: float, step_s: float
     engine, facts, rank = state.engine[0], state.facts[slot], state.ranks[slot]
     tokens = float(tokens_to_come(state, slot))
     context = steps.tokens_of(state, slot) + tokens / 2
-    decodes_s = tokens * ordered.decode_cost_s(state, context)
+    decodes_s = tokens * ordered_requests.decode_cost_s(state, context)
     held_s = tokens * step_s * context / (engine.num_blocks * engine.block_size)
     late_s = start_s + rank.cost_s / rate - rank.due_s
     gain = tokens
@@ -92,7 +92,7 @@ def forecast(state: State, slot: int, start_s: float, rate: float, step_s: float
         rank.group = LATE
         if facts.tpot_slo_s > 0:
             gain -= late_s / facts.tpot_slo_s
-    elif ordered.num_produced(state, slot) == 0:
+    elif ordered_requests.num_produced(state, slot) == 0:
         gain += engine.options[FIRST_TOKEN_WEIGHT]
     rank.key = (rank.cost_s + decodes_s + held_s) / (facts.weight * max(gain, LEAST_GAIN))
 
@@ -183,7 +183,7 @@ def serve_aged(state: State, count: int, start_s: float) -> None:
     for place in range(count):
         slot = state.turns[place]
         ttft_s, waited_s = state.facts[slot].ttft_slo_s, start_s - state.requests[slot].arrival_s
-        if ordered.num_produced(state, slot) > 0:
+        if ordered_requests.num_produced(state, slot) > 0:
             continue
         is_its_turn = start_s % ttft_s < options[AGE_SHARE] * ttft_s
         is_aged = is_its_turn and waited_s > options[AGE_LIMIT] * ttft_s

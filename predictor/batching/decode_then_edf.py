@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from predictor.batching import ordered
+from predictor.batching import ordered, ordered_requests
 from predictor.compiled import kernel
 from predictor.state import NEVER, State
 
@@ -18,13 +18,13 @@ from predictor.state import NEVER, State
 def schedule(state: State) -> bool:
     """Fill the step."""
     engine = state.engine[0]
-    count = ordered.list_requests(state, engine.options[FROM_FIRST_TOKEN] > 0)
-    start_s, seconds = ordered.start_s(state), np.inf
+    count = ordered_requests.list_requests(state, engine.options[FROM_FIRST_TOKEN] > 0)
+    start_s, seconds = ordered_requests.start_s(state), np.inf
     for place in range(count):
         slot = state.turns[place]
         rank = state.ranks[slot]
         rank.key = rank.due_s
-        if not ordered.is_decode(state, slot):
+        if not ordered_requests.is_decode(state, slot):
             rank.group = 1 if rank.due_s >= start_s else 2
         elif rank.due_s >= start_s:
             seconds = min(seconds, rank.due_s - start_s)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from predictor.batching import ordered
+from predictor.batching import ordered, ordered_requests
 from predictor.compiled import kernel
 from predictor.state import State
 
@@ -13,9 +13,9 @@ ETA, FIRST_TOKEN_WEIGHT = range(2)  # the options
 def schedule(state: State) -> bool:
     """Fill the step by densities."""
     engine = state.engine[0]
-    count = ordered.list_requests(state, False)
+    count = ordered_requests.list_requests(state, False)
     for place in range(count):
         slot = state.turns[place]
         rank = state.ranks[slot]
-        rank.key = rank.cost_s / ordered.weight_of(state, slot, engine.options[FIRST_TOKEN_WEIGHT])
+        rank.key = rank.cost_s / ordered_requests.weight_of(state, slot, engine.options[FIRST_TOKEN_WEIGHT])
     return ordered.fill_seconds(state, count, engine.options[ETA])

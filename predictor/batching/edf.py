@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from predictor.batching import ordered
+from predictor.batching import ordered, ordered_requests
 from predictor.compiled import kernel
 from predictor.state import State
 
@@ -13,7 +13,7 @@ ETA, FROM_FIRST_TOKEN = range(2)  # the options
 def schedule(state: State) -> bool:
     """Fill the step by due times."""
     engine = state.engine[0]
-    count = ordered.list_requests(state, engine.options[FROM_FIRST_TOKEN] > 0)
+    count = ordered_requests.list_requests(state, engine.options[FROM_FIRST_TOKEN] > 0)
     for place in range(count):
         rank = state.ranks[state.turns[place]]
         rank.key = rank.due_s

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from predictor.batching import ordered
+from predictor.batching import ordered, ordered_requests
 from predictor.compiled import kernel
 from predictor.state import State
 
@@ -22,15 +22,15 @@ TWO_STEPS = 2 - 1e-6  # rounding has no effect where one target is twice another
 def schedule(state: State) -> bool:
     """Fill the step by groups, then due times."""
     engine = state.engine[0]
-    count = ordered.list_requests(state, engine.options[FROM_FIRST_TOKEN] > 0)
-    step_s = ordered.shortest_tpot_s(state, count)
-    seconds, start_s = np.inf, ordered.start_s(state)
+    count = ordered_requests.list_requests(state, engine.options[FROM_FIRST_TOKEN] > 0)
+    step_s = ordered_requests.shortest_tpot_s(state, count)
+    seconds, start_s = np.inf, ordered_requests.start_s(state)
     for place in range(count):
         slot = state.turns[place]
         rank = state.ranks[slot]
         rank.key = rank.due_s
         rank.group = PREFILL
-        if ordered.is_decode(state, slot):
+        if ordered_requests.is_decode(state, slot):
             slack_s = rank.due_s - start_s
             rank.group = NEARLY_DUE if slack_s < TWO_STEPS * step_s < np.inf else OTHER
             if slack_s < np.inf:

@@ -8,233 +8,24 @@ plan can also be carried out by a real vLLM. Memory is managed as in vLLM v1 (pr
 from __future__ import annotations
 
 import numpy as np
+from numba.core import types
 
 from predictor import blocks, estimator, queues, steps
 from predictor.batching import vllm_v1
-from predictor.compiled import kernel, small_kernel
-from predictor.state import RUNNING, WAITING, State
-from predictor.step_time import (
-    CONSTANT,
-    LEAST_PREFILL,
-    PREFILL_KV,
-    PREFILL_QKV,
-    PREFILL_QQ,
-    PREFILL_TOKEN,
-    SAMPLED,
-    interpolated_prefill_s,
-    mean_context_line,
-    step_seconds,
+from predictor.batching.ordered_requests import (
+    LEFT_OUT_S,
+    awaits_output,
+    goes_before,
+    is_decode,
+    limit_s,
+    make_heap,
+    pop,
 )
-
-LEFT_OUT_S = -1.0  # the cost of a request that the planned step preempts, or can neither serve nor preempt
-
-# Facts about the queue, for the rules.
-
-
-@kernel
-def list_requests(state: State, from_first_token: bool) -> int:
-    """Enter all running and waiting requests into `turns`, all with the same rank; return their number.
-
-    Due times are those of `due_s`. Requests that only wait for their output in flight are left out.
-    """
-    engine = state.engine[0]
-    engine.belief = estimator.belief(engine)
-    token_s, sequence_s, decode_s, context_s = unit_costs_s(state)
-    count = 0
-    for place in range(engine.num_running + engine.num_waiting):
-        if place < engine.num_running:
-            slot = state.running[place]
-        else:
-            slot = queues.waiting_at(state, place - engine.num_running)
-        if engine.pipeline_depth > 1 and awaits_output(state, slot):
-            state.ranks[slot].cost_s = LEFT_OUT_S
-            continue
-        state.turns[count] = slot
-        count += 1
-        rank = state.ranks[slot]
-        rank.group, rank.key = 0, 0.0
-        rank.due_s = due_s(state, slot, from_first_token)
-        before = state.requests[slot].computed_tokens
-        num_tokens = float(steps.tokens_of(state, slot) - before)
-        if is_decode(state, slot):
-            rank.cost_s = engine.belief * (token_s + sequence_s + decode_s + context_s * (before + 1))
-        else:
-            rank.cost_s = engine.belief * (token_s * num_tokens + sequence_s + prefill_s(state, num_tokens, before))
-    return count
-
-
-@small_kernel
-def awaits_output(state: State, slot: int) -> bool:
-    """Return whether a request cannot be scheduled before its output in flight is known (async scheduling)."""
-    request = state.requests[slot]
-    if request.status == WAITING:
-        return bool(request.stale_tokens > 0)
-    return bool(
-        request.computed_tokens >= steps.tokens_of(state, slot)
-        or request.computed_tokens + 1 >= state.engine[0].max_model_len
-        or vllm_v1.is_ending(state, slot)
-    )
-
-
-@small_kernel
-def start_s(state: State) -> float:
-    """Return when the planned step starts: now, or when the step in flight ends."""
-    engine = state.engine[0]
-    return max(engine.now_s, state.steps[engine.oldest].end_s) if engine.num_in_flight > 0 else engine.now_s
-
-
-@small_kernel
-def num_produced(state: State, slot: int) -> int:
-    """Return the tokens of a response so far, those in flight included."""
-    return state.requests[slot].output_tokens + state.requests[slot].placeholders
-
-
-@small_kernel
-def is_decode(state: State, slot: int) -> bool:
-    """Return whether a request has a token to compute and no more, the last one of its response so far."""
-    request = state.requests[slot]
-    return (
-        request.status == RUNNING
-        and num_produced(state, slot) > 0
-        and steps.tokens_of(state, slot) == request.computed_tokens + 1
-    )
-
-
-@small_kernel
-def due_s(state: State, slot: int, from_first_token: bool) -> float:
-    """Return when the next token is due, token i at arrival + TTFT + (i - 1) · TPOT; infinity without targets.
-
-    With `from_first_token` a first token that came early brings the others forward (ProServe §2, footnote 2).
-    """
-    request, facts = state.requests[slot], state.facts[slot]
-    due = request.arrival_s + facts.ttft_slo_s
-    produced = num_produced(state, slot)
-    if produced > 0:
-        if from_first_token and 0 <= request.first_token_s < due:
-            due = request.first_token_s
-        due += produced * facts.tpot_slo_s
-    return np.inf if np.isnan(due) else due
-
-
-@small_kernel
-def unit_costs_s(state: State) -> tuple[float, float, float, float]:
-    """Return the seconds that a token, a sequence, a decode and a token of its context add to a full step.
-
-    A step time is not linear in them, so this is its mean slope up to the engine's limits (ProServe §4.1 fits one).
-    """
-    engine, costs = state.engine[0], state.costs
-    most_tokens, most_sequences = engine.max_num_batched_tokens, engine.max_num_seqs
-    token_s = (costs.by_tokens[most_tokens] - costs.by_tokens[1]) / max(1, most_tokens - 1)
-    sequence_s = (costs.by_count[most_sequences, SAMPLED] - costs.by_count[0, SAMPLED]) / most_sequences
-    base_s, context_s = mean_context_line(costs, most_sequences)
-    return token_s, sequence_s, base_s / most_sequences, context_s
-
-
-@small_kernel
-def decode_cost_s(state: State, context: float) -> float:
-    """Return the seconds that a decode with `context` tokens adds to a full step."""
-    token_s, sequence_s, decode_s, context_s = unit_costs_s(state)
-    return state.engine[0].belief * (token_s + sequence_s + decode_s + context_s * context)
-
-
-@small_kernel
-def prefill_s(state: State, num_tokens: float, before: int) -> float:
-    """Return the attention's part of a prefill of `num_tokens` tokens behind `before` others."""
-    coefficients = state.costs.coefficients
-    seconds = coefficients[PREFILL_TOKEN] * num_tokens + coefficients[PREFILL_QQ] * num_tokens * num_tokens
-    seconds += coefficients[PREFILL_QKV] * num_tokens * before + coefficients[PREFILL_KV] * before
-    interpolated_s = interpolated_prefill_s(state.costs, num_tokens, num_tokens * num_tokens, num_tokens * before)
-    return seconds + max(0.0, interpolated_s - coefficients[LEAST_PREFILL])
-
-
-@small_kernel
-def constant_s(state: State) -> float:
-    """Return the seconds of a step that do not depend on its requests."""
-    costs = state.costs
-    return state.engine[0].belief * (costs.coefficients[CONSTANT] + costs.by_tokens[1] + costs.by_count[0, SAMPLED])
-
-
-@kernel
-def shortest_tpot_s(state: State, count: int) -> float:
-    """Return the shortest target for the time per token; infinity where no request has one."""
-    shortest = np.inf
-    for place in range(count):
-        target = state.facts[state.turns[place]].tpot_slo_s
-        if not np.isnan(target):
-            shortest = min(shortest, target)
-    return shortest
-
-
-@small_kernel
-def limit_s(state: State, count: int, share: float) -> float:
-    """Return a share of the shortest TPOT target, a limit of a step; infinity for a share of 0 or without targets."""
-    shortest = shortest_tpot_s(state, count)
-    return share * shortest if share > 0 and shortest < np.inf else np.inf
-
-
-@small_kernel
-def weight_of(state: State, slot: int, first_token_weight: float) -> float:
-    """Return the gain of the next token: the request's weight, multiplied for the first (w_p / w_d of ProServe §2)."""
-    weight = state.facts[slot].weight
-    return weight * first_token_weight if num_produced(state, slot) == 0 else weight
-
-
-# The order: `turns` as a heap, since most of a long queue is never reached.
-
-
-@small_kernel
-def goes_before(state: State, slot: int, other: int) -> bool:
-    """Order by rank, then due time, then as the engine orders its queue."""
-    a, b = state.ranks[slot], state.ranks[other]
-    if a.group != b.group:
-        return a.group < b.group
-    if a.key != b.key:
-        return a.key < b.key
-    if a.due_s != b.due_s:
-        return a.due_s < b.due_s
-    one, two = state.requests[slot], state.requests[other]
-    if state.engine[0].by_priority and one.priority != two.priority:
-        return one.priority < two.priority
-    if one.arrival_s != two.arrival_s:
-        return one.arrival_s < two.arrival_s
-    return one.tie_break < two.tie_break
-
-
-@kernel
-def sift_down(state: State, place: int, count: int) -> None:
-    """Move a request of the heap down to where it belongs."""
-    heap = state.turns
-    slot = heap[place]
-    while 2 * place + 1 < count:
-        child = 2 * place + 1
-        if child + 1 < count and goes_before(state, heap[child + 1], heap[child]):
-            child += 1
-        if not goes_before(state, heap[child], slot):
-            break
-        heap[place] = heap[child]
-        place = child
-    heap[place] = slot
-
-
-@kernel
-def make_heap(state: State, count: int) -> None:
-    """Turn the first `count` requests of `turns` into a heap."""
-    for place in range(count // 2 - 1, -1, -1):
-        sift_down(state, place, count)
-
-
-@kernel
-def pop(state: State, count: int) -> int:
-    """Return the first of the `count` requests in the heap; it moves behind the others."""
-    slot = state.turns[0]
-    state.turns[0] = state.turns[count - 1]
-    state.turns[count - 1] = slot
-    if count > 2:
-        sift_down(state, 0, count - 1)
-    return slot
-
-
-# The step.
+from predictor.compiled import kernel, small_kernel
+from predictor.kernel_addresses import by_address
+from predictor.state import RUNNING, State
+from predictor.state_allocation import state_type
+from predictor.tabulated_costs import step_seconds
 
 
 @kernel
@@ -247,7 +38,7 @@ def fill(state: State, count: int, num_tokens: int, decode_limit_s: float, prefi
     admissions end in a step that preempts, and at the first request that does not fit. A running request that is left
     out keeps its blocks. Returns whether the next step will decode all running requests, if none ends or arrives.
     """
-    return fill_behind(state, count, 0, num_tokens, decode_limit_s, prefill_limit_s)
+    return bool(_call_fill_behind(0, state, count, 0, num_tokens, decode_limit_s, prefill_limit_s))
 
 
 @kernel
@@ -266,7 +57,7 @@ def fill_behind_decodes(state: State, count: int, num_tokens: int, prefill_limit
         state.turns[count - num_decodes] = slot
     if num_decodes > num_tokens or num_blocks > state.engine[0].num_free_blocks:
         num_decodes = 0
-    return fill_behind(state, count, num_decodes, num_tokens, np.inf, prefill_limit_s)
+    return bool(_call_fill_behind(0, state, count, num_decodes, num_tokens, np.inf, prefill_limit_s))
 
 
 @kernel
@@ -287,6 +78,12 @@ def fill_behind(
         carry_out(state)
     engine.steady_limit_s = decode_limit_s
     return will_decode_all(state, num_tokens) and estimator.is_constant(engine)
+
+
+_call_fill_behind = by_address(
+    "ordered_fill", [fill_behind], types.boolean,
+    lambda: (state_type(), types.int64, types.int64, types.int64, types.float64, types.float64),
+)  # fmt: skip
 
 
 @kernel

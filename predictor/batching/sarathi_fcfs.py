@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from predictor.batching import ordered
+from predictor.batching import ordered, ordered_requests
 from predictor.compiled import kernel
 from predictor.state import State
 
@@ -12,9 +12,9 @@ from predictor.state import State
 @kernel
 def schedule(state: State) -> bool:
     """Fill the step in order of arrival."""
-    count = ordered.list_requests(state, False)
+    count = ordered_requests.list_requests(state, False)
     for place in range(count):
         slot = state.turns[place]
-        state.ranks[slot].group = 0 if ordered.is_decode(state, slot) else 1
+        state.ranks[slot].group = 0 if ordered_requests.is_decode(state, slot) else 1
         state.ranks[slot].key = state.requests[slot].arrival_s
     return ordered.fill_tokens(state, count, state.engine[0].options[TOKEN_BUDGET])

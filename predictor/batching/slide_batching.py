@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from predictor import steps
-from predictor.batching import ordered
+from predictor.batching import ordered, ordered_requests
 from predictor.compiled import kernel
 from predictor.state import State
 
@@ -32,9 +32,9 @@ def schedule(state: State) -> bool:
         rank = state.ranks[slot]
         rank.key = rank.due_s
         if rank.group == URGENT:
-            rank.key = rank.cost_s / ordered.weight_of(state, slot, engine.options[FIRST_TOKEN_WEIGHT])
+            rank.key = rank.cost_s / ordered_requests.weight_of(state, slot, engine.options[FIRST_TOKEN_WEIGHT])
     num_tokens = ordered.token_limit(state, engine.options[TOKEN_BUDGET])
-    shortest_s = ordered.shortest_tpot_s(state, count)  # `fill` overwrites the list
+    shortest_s = ordered_requests.shortest_tpot_s(state, count)  # `fill` overwrites the list
     steady = ordered.fill(state, count, num_tokens, budget_s, budget_s)
     if budget_s < np.inf:  # it shrinks to this as deadlines come nearer
         engine.steady_limit_s = engine.options[ETA] * shortest_s
@@ -45,7 +45,7 @@ def schedule(state: State) -> bool:
 def list_by_urgency(state: State) -> tuple[int, float]:
     """List all requests, urgent or normal; return their number, and the time budget of a step."""
     engine = state.engine[0]
-    count, budget_s = ordered.list_requests(state, engine.options[FROM_FIRST_TOKEN] > 0), np.inf
+    count, budget_s = ordered_requests.list_requests(state, engine.options[FROM_FIRST_TOKEN] > 0), np.inf
     if engine.options[ESTIMATOR] > 0:
         budget_s = time_budget_s(state, count)
     else:
@@ -58,12 +58,12 @@ def list_by_urgency(state: State) -> tuple[int, float]:
 def time_budget_s(state: State, count: int) -> float:
     """Return the time until the first deadline, but at least η (lines 6 and 7); no limit where none has a TPOT."""
     engine = state.engine[0]
-    first_s, start_s = np.inf, ordered.start_s(state)
+    first_s, start_s = np.inf, ordered_requests.start_s(state)
     for place in range(count):
         due_s = state.ranks[state.turns[place]].due_s
         if due_s >= start_s or engine.options[SKIP_OVERDUE] == 0:
             first_s = min(first_s, due_s)
-    shortest = ordered.shortest_tpot_s(state, count)
+    shortest = ordered_requests.shortest_tpot_s(state, count)
     if shortest == np.inf:
         return np.inf
     budget_s = first_s - start_s
@@ -92,12 +92,12 @@ def partition(state: State, count: int, budget_s: float) -> None:
         for place in range(count):
             state.ranks[state.turns[place]].group = NORMAL if engine.options[ORDER] == BY_DEADLINE else URGENT
         return
-    by_request, start_s = engine.options[PHI] == UP_TO_EACH, ordered.start_s(state)
+    by_request, start_s = engine.options[PHI] == UP_TO_EACH, ordered_requests.start_s(state)
     factor, total_s = engine.options[GAMMA], 0.0
     if engine.options[ESTIMATOR] == 0:
         factor *= seconds_per_token(state, count)
     elif engine.options[PHI] == ONE_BY_ONE:
-        total_s = count * ordered.constant_s(state)
+        total_s = count * ordered_requests.constant_s(state)
     else:
         factor *= time_per_cost(state, budget_s)
     for place in range(count):
@@ -105,10 +105,10 @@ def partition(state: State, count: int, budget_s: float) -> None:
         rank.key = rank.due_s
         total_s += rank.cost_s
     if by_request:
-        ordered.make_heap(state, count)
+        ordered_requests.make_heap(state, count)
         total_s = 0.0
     for place in range(count):
-        slot = ordered.pop(state, count - place) if by_request else state.turns[place]
+        slot = ordered_requests.pop(state, count - place) if by_request else state.turns[place]
         rank = state.ranks[slot]
         if by_request:
             total_s += rank.cost_s
@@ -120,14 +120,14 @@ def time_per_cost(state: State, budget_s: float) -> float:
     """Return how long steps of `budget_s` take for a second of requests, with the constant part of each step."""
     if budget_s == np.inf:
         return 1.0
-    spent_s = budget_s - ordered.constant_s(state)
+    spent_s = budget_s - ordered_requests.constant_s(state)
     return budget_s / spent_s if spent_s > 0 else NEVER
 
 
 @kernel
 def seconds_per_token(state: State, count: int) -> float:
     """Return the seconds of a token where a full step lasts the shortest TPOT target; 0 without such targets."""
-    shortest = ordered.shortest_tpot_s(state, count)
+    shortest = ordered_requests.shortest_tpot_s(state, count)
     if shortest == np.inf:
         return 0.0
     return shortest / ordered.token_limit(state, state.engine[0].options[TOKEN_BUDGET])

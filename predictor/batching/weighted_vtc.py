@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from predictor import queues, steps
-from predictor.batching import ordered
+from predictor.batching import ordered, ordered_requests
 from predictor.compiled import kernel, small_kernel
 from predictor.state import NONE, RUNNING, WAITING, State
 
@@ -25,13 +25,13 @@ DECODES, STARTED, NEW = -1, 0, 1  # those of admitted requests become their toke
 def schedule(state: State) -> bool:
     """Fill the step by counters, and count what it serves."""
     engine = state.engine[0]
-    count = ordered.list_requests(state, False)
+    count = ordered_requests.list_requests(state, False)
     update_clients(state)
     for place in range(count):
         slot = state.turns[place]
         rank, request = state.ranks[slot], state.requests[slot]
         if request.status == RUNNING:
-            rank.group = DECODES if ordered.is_decode(state, slot) else STARTED
+            rank.group = DECODES if ordered_requests.is_decode(state, slot) else STARTED
             rank.key = request.arrival_s
             continue
         rank.group = NEW

@@ -33,6 +33,7 @@ TOLERANCE = 0.004  # of curves
 MIN_BATCHES = 10  # of attention
 ALL_REDUCES_A_LAYER = 2
 ATTENTION_KERNELS = ("qkv", "rotary", "kv_write", "o")
+LATENT_KERNELS = ("qkv_a", "latent_norm", "q_b", "rotary", "kv_write", "o")
 MLP_KERNELS = ("gate_up", "activation", "down")
 EXPERT_KERNELS = ("router", "experts")
 
@@ -65,7 +66,8 @@ class UntimedCosts:
 def times_a_step(share: Share) -> dict[str, int]:
     """Return how often each dense kernel runs in a step; the last norm is before the head."""
     model, layers = share.model, share.model.num_layers
-    times = {"embedding": 1, "norm": 2 * layers + 1, **dict.fromkeys(ATTENTION_KERNELS, layers)}
+    projections = LATENT_KERNELS if model.latent else ATTENTION_KERNELS
+    times = {"embedding": 1, "norm": 2 * layers + 1, **dict.fromkeys(projections, layers)}
     if share.has_qk_norm:
         times["qk_norm"] = layers
     if model.num_dense_layers:

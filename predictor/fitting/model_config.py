@@ -19,6 +19,7 @@ EXPERT_COUNT_OF = {
     "deepseek_v32": "n_routed_experts",
     "ernie4_5_moe": "moe_num_experts",
     "glm4_moe": "n_routed_experts",
+    "glm4_moe_lite": "n_routed_experts",
     "gpt_oss": "num_local_experts",
     "kimi_k2": "n_routed_experts",
     "llama4_text": "num_local_experts",
@@ -149,7 +150,7 @@ def _dense_size(config: Config, experts: Experts | None, layers: int) -> int:
 
 def _latent(config: Config) -> LatentAttention | None:
     if not config.get("kv_lora_rank"):
-        if str(config.get("model_type")).startswith(("deepseek_v", "kimi_k")):
+        if str(config.get("model_type")).startswith(("deepseek_v", "kimi_k", "glm4_moe_lite")):
             raise ValueError(f"kv_lora_rank: missing, and model_type {config['model_type']} has latent attention")
         return None
     return LatentAttention(

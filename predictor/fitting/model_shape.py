@@ -36,6 +36,16 @@ class LatentAttention:
     rope_dim: int
     value_dim: int
 
+    @property
+    def key_dim(self) -> int:
+        """The size of a head's query and key."""
+        return self.nope_dim + self.rope_dim
+
+    @property
+    def cached_dim(self) -> int:
+        """The size of what a token leaves in the cache."""
+        return self.kv_rank + self.rope_dim
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlidingWindow:

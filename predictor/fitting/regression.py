@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from predictor.compiled import kernel
 from predictor.profile import HeldOutError
-from predictor.step_time import CURVES, Costs, Curve, StepTime, step_seconds, tabulate
+from predictor.step_time import CURVES, Curve, StepTime
+from predictor.tabulated_costs import Costs, step_seconds, tabulate
 
 Array = NDArray[np.float64]
 

@@ -12,6 +12,7 @@ import numpy as np
 from predictor.kv_events.events import GPU, BlocksRemoved, BlocksStored, CacheCleared, EngineHash, KvEventBatch
 
 MAX_BLOCKS = 1 << 20
+MAX_MEDIA = 16  # off-loading tiers
 ROOM = 1024  # blocks for which arrays are made at first
 
 # Names a block from the name of the block before it (None for the first one), its tokens, and its extra keys.
@@ -100,7 +101,7 @@ class KvEventIndex:
 
     def num_offloaded(self) -> dict[str, int]:
         """Return the number of blocks on each off-loading tier."""
-        return {medium: count for medium, count in self._num_offloaded.items() if count}
+        return dict(self._num_offloaded)
 
     def hits(self, names: Sequence[int]) -> int:
         """Return how many leading blocks are on the GPU."""
@@ -194,6 +195,9 @@ class KvEventIndex:
 
     def _add_copy(self, block: CachedBlock, medium: str) -> None:
         if medium != GPU:
+            if medium not in self._num_offloaded and len(self._num_offloaded) >= MAX_MEDIA:
+                self.num_ignored += 1
+                return
             block.offloaded[medium] += 1
             self._num_offloaded[medium] += 1
             return
@@ -220,9 +224,9 @@ class KvEventIndex:
             if block is None:
                 continue
             if event.medium != GPU:
-                if block.offloaded[event.medium]:
-                    block.offloaded[event.medium] -= 1
-                    self._num_offloaded[event.medium] -= 1
+                if event.medium in block.offloaded:
+                    _count_down(block.offloaded, event.medium)
+                    _count_down(self._num_offloaded, event.medium)
             elif block.places:
                 self._free_place(block.places.pop(0))
             self._drop_unused(engine_hash, block)
@@ -263,3 +267,10 @@ class KvEventIndex:
     def _free_place(self, place: int) -> None:
         self.contents[place] = 0
         self._free_places.append(place)
+
+
+def _count_down(counts: Counter[str], medium: str) -> None:
+    """Count one block less; a medium without blocks is forgotten."""
+    counts[medium] -= 1
+    if not counts[medium]:
+        del counts[medium]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
+from predictor.mirror.scraped_metrics import json_in, parse_version
 from predictor.mirror.sglang_metrics import PREFIX, parse_server_info
 
 VLLM, SGLANG, GENERIC, AUTO = "vllm", "sglang", "generic", "auto"
@@ -44,22 +44,13 @@ def kind_of(*, models: bytes | None, metrics: bytes | None, version: bytes | Non
             pass
         else:
             return SGLANG
-    if isinstance(_loaded(version), Mapping) and isinstance(_loaded(version).get("version"), str):
-        return VLLM
-    return GENERIC
+    return VLLM if parse_version(version or b"") else GENERIC
 
 
 def _owners(models: bytes | None) -> set[str]:
     """Return the owners of the models that an engine lists."""
-    data = _loaded(models)
+    data = json_in(models)
     cards = data.get("data") if isinstance(data, Mapping) else None
     if not isinstance(cards, list):
         return set()
     return {str(card.get("owned_by")) for card in cards if isinstance(card, Mapping)}
-
-
-def _loaded(body: bytes | None) -> Any:
-    try:
-        return None if body is None else json.loads(body)
-    except (ValueError, RecursionError):
-        return None

@@ -116,6 +116,7 @@ MirrorEvent = (
     | EngineIdentified
     | AdaptersRead
 )
+OF_REQUESTS = (RequestArrived, PromptCounted, TokensReceived, RequestEnded)
 # these may have to be applied before any request
 SETTINGS_EVENTS = (EngineIdentified, MetricsScraped, ModelLengthRead, VersionRead)
 

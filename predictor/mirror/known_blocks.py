@@ -11,8 +11,8 @@ import numpy as np
 
 from predictor.approximations import OFFLOADED_PREFIXES, PARTLY_KNOWN_PREFIXES, UNKNOWN_PREFIXES
 from predictor.editable_engine import EditableEngine
-from predictor.engine_replica import ReportedContents, ReportedState
 from predictor.kv_events.stream import PARTIAL, UNSURE, KvEventStream
+from predictor.reported_state import ReportedContents, ReportedState
 
 MAX_LATE = 4096  # blocks of ended requests whose events have not come yet
 LATE_STORES = 256  # stores of other blocks after which such an event is no longer waited for

@@ -36,6 +36,7 @@ class KnownSettings:
         """Know what is given; an engine of kind `auto` is taken for vLLM until it is identified."""
         self.kind = VLLM if engine_kind == AUTO else engine_kind
         self.reported: dict[str, Any] = {}
+        self._scraped: set[str] = set()  # of these, what the metrics have reported
         self.estimator = GenericEstimator() if is_generic(profile) else None
         self._profile, self._given = profile, given
         self._notes: tuple[str, ...] = ()
@@ -51,6 +52,15 @@ class KnownSettings:
                 self.reported["vllm_version"] = version
             case EngineIdentified():
                 self._identify(event)
+
+    def take_scraped(self, settings: Mapping[str, Any], *, restarted: bool) -> None:
+        """Take what the metrics report; after a restart they no longer report what the engine does without now."""
+        if restarted:
+            for name in self._scraped - settings.keys():
+                self.reported.pop(name, None)
+            self._scraped.clear()
+        self.reported.update(settings)
+        self._scraped |= settings.keys()
 
     def _identify(self, event: EngineIdentified) -> None:
         """Take the engine's kind, and the settings that it reports."""

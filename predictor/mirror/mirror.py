@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from dataclasses import dataclass, replace
 
 from predictor.approximations import REBUILT_STATE
@@ -12,8 +11,8 @@ from predictor.engine_view import EndedRequest, EngineView
 from predictor.indicators import EngineCounters
 from predictor.kv_events.stream import KvEventStream
 from predictor.mirror.engine_kinds import VLLM
+from predictor.mirror.event_backlog import EventBacklog
 from predictor.mirror.events import (
-    SETTINGS_EVENTS,
     AdaptersRead,
     EngineIdentified,
     EngineRestarted,
@@ -27,11 +26,11 @@ from predictor.mirror.events import (
     RequestEnded,
     RequestShown,
     TokensReceived,
-    UnknownRequestsChanged,
     VersionRead,
 )
 from predictor.mirror.known_settings import KnownSettings
 from predictor.mirror.models import EngineModels, MirrorOptions
+from predictor.mirror.request_correction import RequestCorrection
 from predictor.mirror.scraped_metrics import ScrapedMetrics
 from predictor.mirror.tracker import Tracker
 from predictor.request import DECODE, SERVE, RequestFacts
@@ -40,10 +39,6 @@ from predictor.reserved_requests import Length, ReportedLengths, ReservedRequest
 from predictor.snapshot import Snapshot
 from predictor.speculation import approximations_of
 from predictor.vllm_versions import approximations_of as approximations_of_version
-
-MAX_EVENTS = 1 << 20  # that wait for the next view
-SILENT_S = 1.0  # after which a request whose tokens are overdue is assumed to wait
-SURPLUS_SCRAPES = 8  # in a row that count fewer requests than are known: the most silent ones have left the engine
 
 
 class NoModelError(Exception):
@@ -86,26 +81,25 @@ class EngineMirror:
         self._kv_events = kv_events
         self._origin_s = now_s
         self._serial = 0  # of views
-        self._events: deque[tuple[float, MirrorEvent]] = deque(maxlen=MAX_EVENTS)
+        self._events = EventBacklog()
         self._reports: list[MirrorReport] = []
         self._models: EngineModels | None = None
         self._view: EngineView | None = None
         self._settings = KnownSettings(options.profile, options.engine, options.engine_kind, now_s)
         self._adapters: frozenset[str] = frozenset()  # that the engine lists
         self._metrics: ScrapedMetrics | None = None
-        self._num_surplus_scrapes = 0
+        self._correction = RequestCorrection(options.speed)
         self._in_flight: dict[str, InFlightRequest] = {}
         self._reserved = ReservedRequests()
         self._num_ended = 0
         self._counters = EngineCounters()
         self._last_event_s = self._last_progress_s = now_s
-        self.num_unknown = 0  # requests that bypass the proxy
 
     def record(self, event: MirrorEvent, at_s: float) -> None:
         """Keep an event for the next view."""
         if self._kv_events is not None and isinstance(event, RequestArrived):
             event = replace(event, cached_at=self._kv_events.index.moment())
-        self._events.append((at_s, event))
+        self._events.add(event, at_s)
 
     def take_reports(self) -> list[MirrorReport]:
         """Return what happened since this was last called."""
@@ -160,6 +154,11 @@ class EngineMirror:
         elif self._reserved.withdraw(request_id, self._models.twin.engine):
             self._mark_changed()
 
+    @property
+    def num_unknown(self) -> int:
+        """The number of requests that bypass the proxy."""
+        return self._correction.num_unknown
+
     def close(self) -> None:
         """Drop all events."""
         self._events.clear()
@@ -169,18 +168,19 @@ class EngineMirror:
     def _apply_events(self, until_s: float) -> EngineModels:
         """Apply the events until `until_s` in order; without a model, those with the engine's settings first."""
         if self._models is None:
-            settings = [one for one in self._events if isinstance(one[1], SETTINGS_EVENTS)]
-            for one in settings:
-                self._events.remove(one)
-            for at_s, event in settings:
+            for at_s, event in self._events.take_settings():
                 self._apply(event, at_s)
         if self._models is None:
-            self._start()
-        while self._events and self._events[0][0] <= until_s:
-            at_s, event = self._events[0]
+            try:
+                self._start()
+            except NoModelError:
+                self._events.drop_ended()
+                raise
+        while (first := self._events.first(until_s)) is not None:
+            at_s, event = first
             if self._models is None and isinstance(event, RequestArrived):  # new settings have discarded the model
                 self._start()
-            self._events.popleft()
+            self._events.drop_first()
             self._apply(event, at_s)
         return self._models or self._start()
 
@@ -217,7 +217,7 @@ class EngineMirror:
             self._last_progress_s = at_s
         self._last_event_s = at_s
         if (learning := self._settings.estimator) is not None:
-            learning.arrive(arrival.name, arrival.prompt_tokens, now_s)
+            learning.arrive(arrival.name, arrival.prompt_tokens, now_s, streamed=arrival.streamed)
         if room < 1 or len(tracker.requests) >= self._options.max_requests:
             return  # the engine will refuse it, or it counts among the unknown ones
         self._in_flight[arrival.name] = InFlightRequest(arrival=arrival, arrived_s=at_s)
@@ -280,8 +280,9 @@ class EngineMirror:
     def _apply_metrics(self, metrics: ScrapedMetrics, at_s: float) -> None:
         self._last_event_s = at_s
         before, self._metrics = self._metrics, metrics
-        self._settings.reported.update(metrics.settings)
-        if before is not None and metrics.shows_restart_since(before):
+        restarted = before is not None and metrics.shows_restart_since(before)
+        self._settings.take_scraped(metrics.settings, restarted=restarted)
+        if restarted:
             self._reports.append(EngineRestarted(num_requests=len(self._in_flight)))
             self._models = None
         self._discard_outdated_models()
@@ -295,7 +296,10 @@ class EngineMirror:
             models.twin.engine.expect_drafts(models.drafts.expected)
         if before is None or not metrics.repeats(before):
             models.reconciliation.reconcile(metrics, now_s)
-            self._correct_requests(models, metrics, now_s)
+            arrived_s = {name: self._engine_s(request.arrived_s) for name, request in self._in_flight.items()}
+            change = self._correction.correct(models, metrics, arrived_s, now_s)
+            if change is not None:
+                self._reports.append(change)
         self._counters.update(
             {
                 "prefix_queries": metrics.prefix_queries or 0,
@@ -306,36 +310,6 @@ class EngineMirror:
             },
             at_s,
         )
-
-    def _correct_requests(self, models: EngineModels, metrics: ScrapedMetrics, now_s: float) -> None:
-        """Correct which requests run, wait and hold blocks, where the metrics differ from the model."""
-        tracker, silent_s = models.tracker, SILENT_S * self._options.speed
-        tracker.set_waiting(tracker.silent_since_first_token(now_s, silent_s))
-        if metrics.running is not None and metrics.waiting is not None:
-            num_requests = round(metrics.running + metrics.waiting)
-            models.unknown.update(round(metrics.running), round(metrics.waiting), metrics.kv_usage, now_s)
-            # a request that arrived just now may not be in the metrics yet
-            num_settled = sum(
-                self._engine_s(request.arrived_s) < now_s - silent_s for request in self._in_flight.values()
-            )
-            surplus = num_settled - num_requests
-            self._num_surplus_scrapes = self._num_surplus_scrapes + 1 if surplus > 0 else 0
-            if self._num_surplus_scrapes >= SURPLUS_SCRAPES:
-                self._remove_silent(tracker, surplus, now_s)
-        if metrics.kv_usage is not None:
-            tracker.set_used_blocks(round(metrics.kv_usage * tracker.engine.num_blocks))
-        if len(models.unknown) != self.num_unknown:
-            self._reports.append(UnknownRequestsChanged(before=self.num_unknown, now=len(models.unknown)))
-            self.num_unknown = len(models.unknown)
-
-    def _remove_silent(self, tracker: Tracker, max_removed: int, now_s: float) -> None:
-        """Remove requests that the engine does not have any more: those without an event for the longest time."""
-        names = [name for name in tracker.requests if name in self._in_flight]
-        names.sort(key=lambda name: tracker.requests[name].last_event_s)
-        for name in names[:max_removed]:
-            if now_s - tracker.requests[name].last_event_s < SILENT_S * self._options.speed:
-                break
-            tracker.remove(name, now_s)
 
     # The models.
 
@@ -424,7 +398,11 @@ class EngineMirror:
         config = models.config
         notes = [REBUILT_STATE, *self._settings.approximations(config), *drafts]
         if self._settings.kind == VLLM:
-            notes += approximations_of_version(config.vllm_version, speculates=bool(config.speculative_method))
+            notes += approximations_of_version(
+                config.vllm_version,
+                speculates=bool(config.speculative_method),
+                overlaps_fetches=config.overlaps_fetches,
+            )
         return (*notes, *models.approximations)
 
     def _counter_values(self, models: EngineModels) -> dict[str, float]:
@@ -432,7 +410,7 @@ class EngineMirror:
         values["pace"] = models.tracker.correction.factor
         if models.tracker.last_step_s > 0:
             values["step_s"] = models.tracker.last_step_s / self._options.speed
-        values["num_unknown"] = float(self.num_unknown)
+        values["num_unknown"] = float(self._correction.num_unknown)
         if models.blocks is not None:
             values["num_offloaded_blocks"] = float(models.blocks.num_offloaded)
         if self._metrics is not None and self._metrics.fetching is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ from predictor.config import MAX_LORAS, PRODUCER_AND_CONSUMER
 from predictor.speculation import EAGLE, MAX_SPECULATIVE_TOKENS, DraftTotals, require_counts
 
 MAX_LINE_CHARS = 4096
+LARGEST = 1e15  # value that a metric of an engine can have, times included
 
 _SAMPLE = re.compile(r"^vllm:([a-z_]+)(?:\{(.*)\})? ([0-9.eE+-]+|NaN|[+-]?Inf)(?: \d+)?$")
 LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
@@ -88,18 +89,18 @@ def parse_metrics(text: str) -> ScrapedMetrics:  # noqa: C901 - one branch for e
     for line in text.splitlines():
         if not line.startswith("vllm:") or len(line) > MAX_LINE_CHARS or (found := _SAMPLE.match(line)) is None:
             continue
-        name, labels, value = found[1], found[2] or "", float(found[3])
+        name, labels, value = found[1], found[2] or "", value_in(found[3])
+        if value is None:
+            continue
         if name == "cache_config_info":
             settings.update(_settings(dict(LABEL.findall(labels))))
         elif name == "lora_requests_info":
             settings.update(_adapter_settings(dict(LABEL.findall(labels))))
         elif name == ACCEPTED_BY_POSITION:
             position = dict(LABEL.findall(labels)).get("position", "")
-            if math.isfinite(value) and position.isdecimal():
+            if position.isdecimal():
                 accepted[int(position)] = accepted.get(int(position), 0.0) + value
-        elif math.isfinite(value):
-            if name in METRIC_NAMES["fetching"] and dict(LABEL.findall(labels)).get("stage") != "in_progress":
-                continue
+        elif name not in METRIC_NAMES["fetching"] or dict(LABEL.findall(labels)).get("stage") == "in_progress":
             samples.setdefault(name, []).append(value)
     if METRIC_NAMES["fetching"][0] in samples:
         settings["kv_role"] = PRODUCER_AND_CONSUMER  # only engines that fetch have it
@@ -107,12 +108,28 @@ def parse_metrics(text: str) -> ScrapedMetrics:  # noqa: C901 - one branch for e
     for name, spellings in METRIC_NAMES.items():
         values = next((samples[spelling] for spelling in spellings if spelling in samples), None)
         if values is not None:
-            totals[name] = max(values) if name in ("kv_usage", "created_s") else math.fsum(values)
+            totals[name] = total_of(name, values)
     drafts = _draft_totals(totals, samples, accepted)
     if drafts is not None and "kv_role" not in settings:
         # the method is not reported; most of them reserve slots as this one does
         settings |= {"speculative_method": EAGLE, "num_speculative_tokens": len(drafts.accepted)}
     return ScrapedMetrics(**totals, drafts=drafts, settings=settings, updates_rarely=False)
+
+
+def value_in(text: str) -> float | None:
+    """Return the value of a sample; None for text that is no number, or one that no engine counts."""
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if 0 <= value <= LARGEST else None  # neither NaN nor infinite
+
+
+def total_of(name: str, values: Sequence[float]) -> float:
+    """Return what the engines behind one address have together."""
+    if name == "kv_usage":
+        return min(1.0, max(values))
+    return max(values) if name == "created_s" else math.fsum(values)
 
 
 def _draft_totals(
@@ -157,10 +174,18 @@ def _adapter_settings(labels: Mapping[str, str]) -> dict[str, int | bool | str]:
     return {"max_loras": int(text)} if text.isascii() and text.isdigit() and 0 < int(text) <= MAX_LORAS else {}
 
 
+def json_in(body: bytes | None) -> Any:
+    """Return the JSON of a reply; None where there is none."""
+    try:
+        return None if body is None else json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+
+
 def parse_adapters(body: bytes) -> frozenset[str]:
     """Parse the LoRA adapters of /v1/models, which have a parent; none where the reply is none."""
     try:
-        cards = json.loads(body)["data"]
+        cards = json_in(body)["data"]
         return frozenset(card["id"] for card in cards if card.get("parent") and isinstance(card["id"], str))
     except (ValueError, KeyError, TypeError, AttributeError):
         return frozenset()
@@ -169,7 +194,7 @@ def parse_adapters(body: bytes) -> frozenset[str]:
 def parse_max_model_len(body: bytes) -> int | None:
     """Parse the largest max_model_len of /v1/models; None where no model has one."""
     try:
-        cards = json.loads(body)["data"]
+        cards = json_in(body)["data"]
         lengths = [card["max_model_len"] for card in cards if card.get("max_model_len") is not None]
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
@@ -179,7 +204,7 @@ def parse_max_model_len(body: bytes) -> int | None:
 def parse_version(body: bytes) -> str:
     """Parse the version in a reply of /version; empty where there is none."""
     try:
-        version = json.loads(body)["version"]
+        version = json_in(body)["version"]
     except (ValueError, KeyError, TypeError):
         return ""
     return version if isinstance(version, str) else ""

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import math
 import re
 from collections.abc import Mapping
 from typing import Any
 
 from predictor.config import require_count
-from predictor.mirror.scraped_metrics import LABEL, MAX_LINE_CHARS, ScrapedMetrics
+from predictor.mirror.scraped_metrics import LABEL, LARGEST, MAX_LINE_CHARS, ScrapedMetrics, json_in, total_of, value_in
 
 PREFIX = "sglang:"
 _SAMPLE = re.compile(r"^sglang:([a-z_]+)(?:\{(.*)\})? ([0-9.eE+-]+|NaN|[+-]?Inf)(?: \d+)?$")
@@ -36,16 +34,13 @@ def parse_sglang_metrics(text: str) -> ScrapedMetrics:
     for line in text.splitlines():
         if not line.startswith(PREFIX) or len(line) > MAX_LINE_CHARS or (found := _SAMPLE.match(line)) is None:
             continue
-        try:
-            value = float(found[3])
-        except ValueError:
-            continue
-        if math.isfinite(value) and not dict(LABEL.findall(found[2] or "")).get("priority"):
+        value = value_in(found[3])
+        if value is not None and not dict(LABEL.findall(found[2] or "")).get("priority"):
             samples.setdefault(found[1], []).append(value)
     totals: dict[str, Any] = {}
     for name, spelling in METRIC_NAMES.items():
         if spelling in samples:
-            totals[name] = max(samples[spelling]) if name == "kv_usage" else math.fsum(samples[spelling])
+            totals[name] = total_of(name, samples[spelling])
     if "prefix_hits" in totals and "prompt_tokens" in totals:
         totals["prefix_queries"] = totals["prompt_tokens"]
     sizes = {name: int(max(samples[name])) for name in SIZES if samples.get(name)}
@@ -70,10 +65,7 @@ def parse_server_info(body: bytes) -> tuple[Settings, tuple[str, ...]]:
 
     ValueError where it is not SGLang's. A field that is missing leaves the default.
     """
-    try:
-        info = json.loads(body)
-    except (ValueError, RecursionError):
-        raise ValueError("server_info: is not JSON") from None
+    info = json_in(body)
     if not isinstance(info, Mapping) or not any(name in info for name in ("max_total_num_tokens", "schedule_policy")):
         raise ValueError("server_info: has neither max_total_num_tokens nor schedule_policy, so it is not SGLang's")
     reader = _InfoReader(info)
@@ -89,15 +81,16 @@ def parse_server_info(body: bytes) -> tuple[Settings, tuple[str, ...]]:
     settings["max_num_batched_tokens"] = -(-(chunk or max_prefill) // page) * page
     settings["enable_prefix_caching"] = not info.get("disable_radix_cache", False)
     settings["async_scheduling"] = not info.get("disable_overlap_schedule", False)
-    policy = info.get("schedule_policy", "fcfs")
+    given = info.get("schedule_policy", "fcfs")
+    policy = given if isinstance(given, str) else ""
     if policy not in POLICIES:
-        reader.notes.append(f"SGLang's schedule_policy {str(policy)[:40]!r} is forecast as fcfs")
+        reader.notes.append(f"SGLang's schedule_policy {_shown(given)} is forecast as fcfs")
     if info.get("enable_priority_scheduling"):
         reader.notes.append("SGLang's priority scheduling is forecast as first come, first served")
     if info.get("speculative_algorithm"):
         reader.notes.append("SGLang's speculative decoding is forecast as decoding of one token a step")
     settings["batcher_options"] = {
-        "longest_prefix_match": POLICIES.get(policy, 0.0) if isinstance(policy, str) else 0.0,
+        "longest_prefix_match": POLICIES.get(policy, 0.0),
         "max_prefill_tokens": float(max_prefill),
         "mixed_chunk": 1.0 if info.get("enable_mixed_chunk") else 0.0,
         "schedule_conservativeness": reader.number("schedule_conservativeness", 1.0),
@@ -128,17 +121,22 @@ class _InfoReader:
     def number(self, name: str, default: float) -> float:
         """Return a number of at least 0."""
         value = self.info.get(name, default)
-        if type(value) in (int, float) and math.isfinite(value) and value >= 0:
+        if type(value) in (int, float) and 0 <= value <= LARGEST:
             return float(value)
-        self.notes.append(f"{name} is {str(value)[:40]!r} in SGLang's /server_info, so {default:g} is assumed")
+        self.notes.append(f"{name} is {_shown(value)} in SGLang's /server_info, so {default:g} is assumed")
         return default
 
     def _checked(self, name: str, value: object) -> int | None:
         try:
             require_count(name, value)
         except ValueError:
-            state = "missing" if value is None else f"{str(value)[:40]!r}"
+            state = "missing" if value is None else _shown(value)
             self.notes.append(f"{name} is {state} in SGLang's /server_info, so a default is assumed")
             return None
         assert isinstance(value, int)
         return value
+
+
+def _shown(value: object) -> str:
+    """Return a short text for a value of JSON."""
+    return f"{str(value)[:40]!r}" if isinstance(value, str | int | float) else f"of type {type(value).__name__}"

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from scheduler.decision import Decision
 
 FINISHED = INDEX_OF["num_finished_total"]
-MAX_PATIENT_S = 60.0  # of waiting for an instance where no other request would miss a deadline
+# Maximum wait for an instance where no other request would miss a deadline: of best effort, and of late requests.
+MAX_PATIENT_S, MAX_LATE_S = 60.0, 10.0
 
 
 class NextStep(Enum):
@@ -203,7 +204,8 @@ class AdmissionWait:
         self._forget_targets()
 
     def _forget_targets(self) -> None:
-        self._request.indicators = replace(self._request.indicators, due_s=math.inf, tpot_slo_s=math.inf)
+        late = int(not self._is_best_effort)
+        self._request.indicators = replace(self._request.indicators, due_s=math.inf, tpot_slo_s=math.inf, late=late)
 
     @property
     def _is_best_effort(self) -> bool:
@@ -299,7 +301,7 @@ class AdmissionWait:
         if self._policy.keeps_deadlines:
             due_s = request.indicators.due_s
             if self.is_patient:
-                hold_s = MAX_PATIENT_S
+                hold_s = MAX_PATIENT_S if self._is_best_effort else MAX_LATE_S
             elif due_s < math.inf:
                 hold_s = max(hold_s, due_s - request.arrived_s)
         return request.arrived_s + min(hold_s, request.patience_s)

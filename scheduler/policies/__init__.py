@@ -214,10 +214,15 @@ POLICIES = {
             "backlog": Parameter(
                 default=slo.BACKLOG_S, meaning="seconds that a request may wait in an engine, rather than here"
             ),
+            "slack": Parameter(
+                default=slo.SLACK_S, meaning="seconds before their deadlines that best effort leaves to all others"
+            ),
+            "late_slack": Parameter(default=slo.LATE_SLACK_S, meaning="the same of late requests"),
         },
         hold=f"{slo.ADMITS} and {slo.WITH_SHORT_QUEUE}",
-        harmless=f"{slo.HARMLESS} and {slo.PATIENT_WITH_SHORT_QUEUE}",
+        harmless=f"{slo.HARMLESS} and {slo.PATIENT_WITH_SHORT_QUEUE} and {slo.LEAVES_SLACK}",
         eligible=slo.ELIGIBLE,
+        least_slack=("slack", "late_slack"),
         prefill=LEAST_PREFILL,
     ),
     "polyserve": PolicyEntry(

@@ -33,7 +33,8 @@ class PolicyEntry:
     `sample`, that number of candidates is chosen at random first. With `hold`, a condition over indicators, a request
     waits at the scheduler until the condition is true for an instance; one that is late already, and best effort, waits
     until `harmless` is true for one (empty: `hold`). Both may name parameters in braces. While it waits, only instances
-    are asked for which `eligible` is true, if there are any: a part of `hold` that reads no forecasts.
+    are asked for which `eligible` is true, if there are any: a part of `hold` that reads no forecasts. `least_slack`
+    names the parameters that `harmless` compares `least_slack_s` with, for best effort and for late requests.
 
     Where prefill and decode are disaggregated, `prefill` is the policy of prefill legs (empty: this one), and
     `disaggregate` the condition over indicators for two legs, which may name parameters in braces (empty: by forecast
@@ -50,6 +51,7 @@ class PolicyEntry:
     hold: str = ""
     harmless: str = ""
     eligible: str = ""
+    least_slack: tuple[str, str] | None = None
     prefill: str = ""
     disaggregate: str = ""
 

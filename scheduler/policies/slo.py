@@ -1,14 +1,17 @@
 """Deadlines by forecast; ours, after PolyServe §4: an instance that keeps its deadlines and those of the request.
 
-Held = while no instance keeps them and has a short queue, or those that do are too busy to become stricter
-Score = tier distance, then load
+Held = while no instance keeps them and has a short queue, of those that are not looser if there are any
+Score = tier distance, then load (late requests: -load)
 
 An instance is of the tier that the list of instances gives, or else as strict as the strictest request that can still
 attain its deadlines there. A request goes first to an instance that is as strict as itself, then to an empty one, then
-to the nearest stricter one. It goes to a looser one, which it makes strict for all requests there, only where decodes
-leave time for prefill in steps of the new length, or where all are looser. Of equals the least loaded one is
-chosen. A request that is late already, and best effort, goes where no other request misses a deadline because of it:
-first to instances that have no deadline to keep, then to the loosest. It waits while others wait that can be in time.
+to the nearest stricter one. It goes to a looser one, which it makes strict for all requests there, only where all are
+looser. Of equals the least loaded one is chosen.
+
+Best effort, and a request that is late already, goes where no other request misses a deadline because of it, and all
+keep `slack` or `late_slack` seconds, so that the next request with deadlines still finds room: first to instances that
+have no deadline to keep, then to the loosest. Late ones go to the busiest of these, so that one instance gives up its
+deadlines rather than all of them some. It waits while others wait that can be in time.
 
 A request that would wait in an engine for longer than `backlog` seconds waits at the scheduler instead: there it can
 still go to another instance, tenants get their turns, and a request that will be late leaves in time. Best effort
@@ -30,10 +33,10 @@ KEEPS = f"predicted_attained > 0.5 and {HARMLESS}"
 BACKLOG_S = 0.3
 WITH_SHORT_QUEUE = "predicted_queue_s <= {backlog}"
 PATIENT_WITH_SHORT_QUEUE = "predicted_queue_s <= {backlog} / 3"
-FITS_TIER = "tier_fits > 0"
-DECODE_SHARE = 0.65  # of a step of the request's TPOT, which decodes may take in an instance that becomes stricter
-MAY_BECOME_STRICTER = f"tier_closed < 1 and decode_step_s <= {DECODE_SHARE} * tpot_slo_s"
-ELIGIBLE = f"({FITS_TIER} or {MAY_BECOME_STRICTER} or highest(tier_fits) < 1)"
+SLACK_S, LATE_SLACK_S = 0.05, 1.0
+LEAVES_SLACK = "least_slack_s >= ({late_slack} if late > 0 else {slack})"
+FITS_TIER = "otherwise(tier_fits, 1) > 0"  # also where a sidecar does not say how strict its instance is
+ELIGIBLE = f"({FITS_TIER} or highest(tier_fits) < 1)"
 ADMITS = f"{KEEPS} and {ELIGIBLE}"
 EMPTY, STRICTER, LOOSER = 1.0, 2.0, 10.0  # distances; that of the same tier is 0
 
@@ -47,6 +50,9 @@ def make(parameters: Mapping[str, float], _: np.random.Generator) -> Score:
         other = np.where(apart > 0, LOOSER + apart, STRICTER - apart)
         distance = np.where(np.abs(apart) <= np.log(SAME_TIER), 0.0, np.where(apart == np.inf, EMPTY, other))
         distance = distance + LOOSER * candidates["tier_closed"]
-        return affinity * distance + candidates["decode_step_s"] + weight * candidates["queued_prefill_s"]
+        load = candidates["decode_step_s"] + weight * candidates["queued_prefill_s"]
+        if candidates.request.late:
+            load = np.where(distance > EMPTY, -load, load)  # so that few instances give up deadlines
+        return affinity * distance + load
 
     return score

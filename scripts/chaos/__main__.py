@@ -9,7 +9,7 @@ completions and chats, streamed and whole, and gRPC streams; some leave in the m
   engine are counted by reason;
 - nothing is running, waiting or reserved anywhere; counters agree; every complete answer has its outcome in a
   recording, or a counted reason why not;
-- open files do not grow, and after ten minutes or more neither does memory: 2 % over the last two thirds of the time.
+- open files do not grow, and after 25 minutes or more neither does memory: 2 % over the last two thirds of the time.
 
 Each violated rule is a line, and the exit status is then 1.
 

@@ -21,7 +21,10 @@ from scripts.chaos.cluster import ChaosCluster
 from scripts.chaos.plan import ChaosSettings
 from scripts.chaos.requests import COMPLETE, ERROR_EVENT, GENERATE, ChaosRequest, compared, judged, requests_of
 from services.cluster.child import Child
-from services.http.client import ConnectError, Connection, HttpClient, origin_of, request_head
+from services.http.client import HttpClient
+from services.http.connection import ConnectError, Connection
+from services.http.headers import request_head
+from services.http.origin import origin_of
 from services.rpc.channels import open_channel
 
 TIMEOUT_S = 120.0

@@ -17,7 +17,7 @@ EVERY_S, SERIES_S = 5.0, 60.0
 MEBIBYTE = 2**20
 MAX_GROWTH = 0.02  # of the resident memory, over the last two thirds of the time
 MAX_MORE_FILES = 16.0  # over the same time
-MIN_JUDGED_S = 600.0  # memory of a shorter run is reported, and not judged: processes are still warming up
+MIN_JUDGED_S = 1500.0  # memory of a shorter run is reported, and not judged: processes are still warming up
 MIN_SAMPLES = 8
 
 

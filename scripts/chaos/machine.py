@@ -10,6 +10,7 @@ from pathlib import Path
 
 DISK_BYTES = 1 << 30  # at most; it takes only the memory of what is written
 SPARE_BYTES = 1 << 16
+SHIMS = Path(__file__).parent / "shims"
 FAKETIME = ("libfaketimeMT.so.1", "libfaketime.so.1")
 MEMORY = Path("/dev/shm")  # noqa: S108 - where libfaketime shares memory
 LIBRARIES = (Path("/usr/lib"), Path("/usr/local"))
@@ -73,6 +74,7 @@ class WallClocks:
             return {}
         self.set(part, 0)
         return {
+            "PYTHONPATH": os.pathsep.join(filter(None, (str(SHIMS), os.environ.get("PYTHONPATH")))),
             "LD_PRELOAD": str(self._library),
             "FAKETIME_TIMESTAMP_FILE": str(self._folder / part),
             "FAKETIME_CACHE_DURATION": "1",

@@ -11,7 +11,8 @@ from typing import Any
 from scripts.chaos.cluster import MAX_MODEL_LEN, MODEL
 from scripts.chaos.plan import ChaosSettings
 from services.emulator.answers import AnswerLengths, EmulatedAnswer
-from services.emulator.openai import CHAT, COMPLETION, Served, request_from
+from services.emulator.openai import Served, request_from
+from services.emulator.request_bodies import CHAT, COMPLETION
 from services.http.continuable import why_not_continuable
 from services.http.sse import DONE, data_of
 

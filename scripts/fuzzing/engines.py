@@ -8,7 +8,8 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from random import Random
 
-from scripts.fuzzing.http_targets import END_S, gateway_before, in_pieces
+from scripts.fuzzing.http_bytes import in_pieces
+from scripts.fuzzing.http_stubs import END_S, gateway_before
 from scripts.fuzzing.inputs import any_json, document, mutated, written
 from scripts.fuzzing.targets import FoundError, require
 from services.gateway.app import Gateway

@@ -13,7 +13,7 @@ from protos.block.v1 import provisioner_pb2
 from scripts.fuzzing.inputs import any_json, written
 from scripts.fuzzing.parsers import Parser, changed_json
 from services.decision_recordings import outcomes_in, placed_requests
-from services.instances import instances_from_file
+from services.instances.instance import instances_from_file
 from services.provisioner_server.journal import Journal, entries
 from services.provisioner_server.roster import Roster
 from simulator.codec import requests_from_file

@@ -34,7 +34,7 @@ from scripts.fuzzing.inputs import mutated
 from scripts.fuzzing.messages import as_wire, message, packed, unpacked
 from scripts.fuzzing.targets import require
 from services.endpoint_picker.service import ExternalProcessorService
-from services.instances import Listed
+from services.instances.sources import Listed
 from services.placement.settings import SchedulerSettings
 from services.predictor_server.server import running_sidecars
 from services.predictor_server.service import PredictorService

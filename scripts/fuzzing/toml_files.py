@@ -16,7 +16,7 @@ from scripts.fuzzing.inputs import NUMBERS, TEXTS, mutated
 from scripts.fuzzing.parsers import Parser
 from services.cli.settings_options import document_from
 from services.cluster.settings import vllm_from_file
-from services.instances import instances_from_file
+from services.instances.instance import instances_from_file
 from simulator.codec import settings_from_toml
 from simulator.experiments.experiment import experiment_from, experiment_names
 from simulator.mix import mix_from_file

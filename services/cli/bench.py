@@ -23,7 +23,7 @@ from services.load.settings import DEFAULT_RATE, DEFAULT_REQUESTS, BenchSettings
 from services.settings import CommandSettings
 
 if TYPE_CHECKING:
-    from services.http.client import Origin
+    from services.http.origin import Origin
     from simulator.load_plan import Planned
     from simulator.load_report import RequestResult
     from simulator.mix import MixEntry
@@ -48,7 +48,7 @@ def bench(given: SettingValues, url: str, *, as_json: bool) -> int:
 
     from predictor.request import Slo
     from services.cli.mix_options import gain_weights
-    from services.http.client import origin_of
+    from services.http.origin import origin_of
     from services.load.request_format import headers_from
     from services.result_files import require_writable, write_page
     from simulator.load_report import summary, table, write_csv

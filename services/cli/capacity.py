@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict
 from typing import Any
 
@@ -86,6 +87,14 @@ FOR_LATENCIES = ("metric", "percentile", "limit_s", "max_seeds", "precision")  #
 @click.option(
     "--first-rate", type=float, default=None, help="Rate of the first trial.  [default: 2.5 for each instance]"
 )
+@click.option(
+    "--warm-up",
+    "warm_up_s",
+    type=float,
+    default=0.0,
+    show_default=True,
+    help="Goodput: seconds before and after the requests that count, in which more requests arrive.",
+)
 @click.option("--workers", type=int, default=None, help="Number of processes.  [default: one per core]")
 @click.option(
     "--ray", metavar="[ADDRESS]", is_flag=False, flag_value="local", default=None, help="Run on a Ray cluster."
@@ -105,6 +114,7 @@ def capacity(
     precision: float,
     resolution: float,
     first_rate: float | None,
+    warm_up_s: float,
     workers: int | None,
     ray: str | None,
     as_json: bool,
@@ -125,14 +135,17 @@ def capacity(
         raise ValueError(f"seeds: must be at least 2, as one shows no noise, not {seeds}")
     if first_rate is not None and not 0 < first_rate < 1e6:
         raise ValueError(f"first_rate: must be a number above 0, not {first_rate}")
+    if not 0 <= warm_up_s < math.inf:
+        raise ValueError(f"warm_up: must be a time from 0 on, not {warm_up_s}")
     if mix_file is not None or shares:
         refuse_given("is for latencies; --mix and --attained are about deadlines", *FOR_LATENCIES)
         with runner_for(workers, ray) as runner:
             find_goodput(
-                scenario, chosen, shares, seeds=seeds, resolution=resolution, first_rate=first_rate, runner=runner,
-                as_json=as_json,
+                scenario, chosen, shares, seeds=seeds, resolution=resolution, first_rate=first_rate,
+                warm_up_s=warm_up_s, runner=runner, as_json=as_json,
             )  # fmt: skip
         return
+    refuse_given("is for goodput; give --mix or --attained as well", "warm_up_s")
     num = len(scenario.instance_specs())
     search = Search(
         resolution=resolution,

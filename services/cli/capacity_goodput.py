@@ -22,7 +22,7 @@ FIRST_OF_BOUND = 0.7  # where the search starts, as a share of the bound
 
 def find_goodput(
     scenario: Scenario, policies: Sequence[str], shares: Sequence[float], *, seeds: int, resolution: float,
-    first_rate: float | None, runner: Runner, as_json: bool,
+    first_rate: float | None, warm_up_s: float, runner: Runner, as_json: bool,
 ) -> None:  # fmt: skip
     """Find and print the goodput of each policy, by requests and by work, beside the bound."""
     shares = tuple(dict.fromkeys(shares or SHARES))
@@ -42,7 +42,7 @@ def find_goodput(
         show_line(f"{num_trials} trials")
 
     cases = [
-        GoodputCase(scenario=scenario, policy=policy, seed=seed, first_rate=first_rate)
+        GoodputCase(scenario=scenario, policy=policy, seed=seed, first_rate=first_rate, warm_up_s=warm_up_s)
         for policy in policies
         for seed in range(seeds)
     ]

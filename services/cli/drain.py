@@ -12,7 +12,7 @@ import click
 from services.cli.caller_key import api_key_option
 from services.cli.operator_client import OperatorReply, call_all, json_option, operator_option, require_success
 from services.cli.tls_options import tls_options
-from services.registrations import DEFAULT_DEADLINE_S
+from services.instances.registrations import DEFAULT_DEADLINE_S
 from services.security.own_key import OwnKey
 
 NOT_FOUND = 404

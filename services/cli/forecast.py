@@ -9,10 +9,10 @@ from typing import Any
 
 import click
 
+from predictor.engine_from_snapshot import engine_from
 from predictor.forecast import Forecaster
 from predictor.forecast_result import Forecast
 from predictor.lengths import DEFAULT_RESIDUAL, RESIDUALS
-from predictor.snapshot_conversion import engine_from
 from services.cli.engine_options import profile_named
 from services.cli.first_use import say_if_compiling
 from services.settings import A30_PROFILE

@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 
 import click
 
-from services.http.client import HttpClient, origin_of, request_head
+from services.http.client import HttpClient
+from services.http.headers import request_head
+from services.http.origin import origin_of
 from services.security.own_key import OwnKey
 from services.settings import PORTS
 

@@ -17,7 +17,7 @@ from protos.block.v1 import common_pb2, provisioner_pb2_grpc
 from protos.block.v1 import provisioner_pb2 as pb
 from services.cli.caller_key import api_key_option
 from services.cli.tls_options import tls_options
-from services.instances import require_address
+from services.instances.instance import require_address
 from services.rpc.channels import open_channel
 from services.security.own_key import OwnKey
 from services.settings import PORTS

@@ -167,9 +167,7 @@ def recommend_command(
             on_progress=partial(_show, base.instances[0].profile),
         )  # fmt: skip
     if pools:
-        for name, given in (("also-profile", profiles), ("autoscale", autoscale)):
-            if given:
-                raise ValueError(f"--{name}: cannot be combined with --pools")
+        _refuse_with_pools(profiles, autoscale)
         with runner_for(workers, None) as runner:
             recommend_by_pools(
                 base, policies_in(policies) if policies else (), target, rate=rate, seeds=seeds,
@@ -179,14 +177,15 @@ def recommend_command(
     chosen = policies_in(policies or (ALL if measure is None else BY_DEADLINES,))
     kinds = {base.instances[0].profile: base}
     kinds |= {profile: base.changed(instances={"profile": profile}) for profile in profiles}
-    found: list[tuple[str, Recommendation]] = []
     with runner_for(workers, None) as runner:
-        for profile, scenario in kinds.items():
-            answers = recommend(
+        found = [
+            (profile, answer)
+            for profile, scenario in kinds.items()
+            for answer in recommend(
                 scenario, chosen, target, rate=rate, seeds=seeds, max_instances=max_instances, runner=runner,
                 on_progress=partial(_show, profile),
-            )  # fmt: skip
-            found += [(profile, answer) for answer in answers]
+            )
+        ]  # fmt: skip
         costs = None if measure is None else measure.costs(kinds, found, runner)
     show_line()
     if as_json:
@@ -197,6 +196,12 @@ def recommend_command(
     _print_table(found, target, several=len(kinds) > 1)
     if costs is not None:
         print("\n".join(costs.lines(found)))
+
+
+def _refuse_with_pools(profiles: tuple[str, ...], autoscale: str | None) -> None:
+    for name, given in (("also-profile", profiles), ("autoscale", autoscale)):
+        if given:
+            raise ValueError(f"--{name}: cannot be combined with --pools")
 
 
 def _target(percentile: float, ttft_s: float | None, tpot_s: float | None, e2e_s: float | None) -> Target:

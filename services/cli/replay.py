@@ -16,8 +16,8 @@ import click
 import numpy as np
 
 from predictor.config import EngineConfig
-from predictor.engine import Outcome
 from predictor.gain import attainment_report, attainment_table
+from predictor.outcome import Outcome
 from predictor.request import RequestFacts
 from predictor.step_time import StepTime
 from services.cli.engine_options import ENGINE, engine_of

@@ -10,7 +10,7 @@ import click
 import grpc
 
 from protos.block.v1 import scheduler_pb2_grpc
-from services.instances import require_address
+from services.instances.instance import require_address
 from services.rpc.channels import open_channel
 from services.security.own_key import OwnKey
 from services.settings import PORTS

@@ -10,7 +10,7 @@ import click
 from services.cli import serve_scheduler
 from services.cli.settings_options import SettingValues, server_of, settings_options
 from services.gateway.settings import IN_PROCESS, GatewaySettings
-from services.instances import InstanceSourceSettings
+from services.instances.settings import InstanceSourceSettings
 from services.logs import LogSettings
 from services.placement.settings import SchedulerSettings
 from services.rpc.settings import ServerSettings

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from services.cli.settings_options import SettingValues, server_of, settings_options
-from services.instances import InstanceSourceSettings
+from services.instances.settings import InstanceSourceSettings
 from services.logs import LogSettings
 from services.placement.settings import SchedulerSettings
 from services.rpc.settings import ServerSettings

@@ -59,8 +59,8 @@ def top(
     predicted step time, and the mean error of forecasts. Rates and latencies are those since the reading before, from
     the metrics. Ctrl-C ends it.
     """
-    from services.http.client import origin_of
-    from services.instances import require_address
+    from services.http.origin import origin_of
+    from services.instances.instance import require_address
 
     for address in scheduler:
         require_address("scheduler", address)

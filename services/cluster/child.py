@@ -18,7 +18,8 @@ from typing import Any
 
 from scheduler.backoff import Backoff
 from services.cluster.programs import BlockServer, Program
-from services.http.client import HttpClient, origin_of
+from services.http.client import HttpClient
+from services.http.origin import origin_of
 from services.logs import log_event
 from services.supervised_task import supervised
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from predictor.request import Slo
 from services.cluster import ClusterSettings, running
-from services.http.client import origin_of
+from services.http.origin import origin_of
 from services.load.request_format import RequestFormat
 from services.load.running import LoadLimits, run_plan
 from services.settings import A30_PROFILE, Option

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from predictor.config import CONSUMER, PRODUCER, PRODUCER_AND_CONSUMER
 from scheduler.instances import BOTH, DECODE_ROLE, PREFILL_ROLE
 from services.cluster.programs import LOCAL
-from services.http.client import HttpClient, origin_of
+from services.http.client import HttpClient
 from services.http.engine_identity import difference, engine_identity
+from services.http.origin import origin_of
 from services.logs import log_event
 
 log = logging.getLogger(__name__)

@@ -25,32 +25,21 @@ from services.emulator.grammars import GrammarCompiler
 from services.emulator.jobs import Job
 from services.emulator.kv_transfers import Fetch
 from services.emulator.messages import MessagesReply
-from services.emulator.openai import (
-    CHAT,
-    COMPLETION,
-    LONGEST_ID,
-    MESSAGE,
-    RESPONSE,
-    TRANSCRIPT,
-    ParsedRequest,
-    Served,
-    parsed,
-    remote_blocks_in,
-    request_from,
-)
+from services.emulator.openai import LONGEST_ID, ParsedRequest, Served, remote_blocks_in, request_from
 from services.emulator.other_apis import OtherApis
 from services.emulator.ranks import RankDrivers, at_rank
 from services.emulator.replies import CompletionReply, ReplyWriter
+from services.emulator.request_bodies import CHAT, COMPLETION, MESSAGE, RESPONSE, TRANSCRIPT, parsed
 from services.emulator.responses import ResponsesReply, ResponseStore
 from services.emulator.several import SeveralResponses
 from services.emulator.side_channel import TransferError
 from services.emulator.transfer_params import RemoteBlocks
 from services.http.application import JSON, Application, Call, Endpoint, while_client_stays
-from services.http.client import Headers
 from services.http.data_parallel import rank_in
 from services.http.endpoints import errors_of
 from services.http.error_shape import ErrorShape
 from services.http.guarded_protocol import GuardedProtocol
+from services.http.headers import Headers
 from services.http.limits import HttpLimits
 from services.logs import log_event
 

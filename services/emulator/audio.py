@@ -9,7 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 from services.emulator.errors import bad_value
-from services.emulator.openai import CHAT, COMPLETION, TRANSCRIPT, ParsedRequest, Served, request_from
+from services.emulator.openai import ParsedRequest, Served, request_from
+from services.emulator.request_bodies import CHAT, COMPLETION, TRANSCRIPT
 from services.http.audio_body import TOKENS_PER_S, TRUE, read_form
 
 RATE = 8000  # samples per second of speech, one byte each

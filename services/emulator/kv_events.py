@@ -11,7 +11,7 @@ import numpy as np
 from predictor.engine import Engine
 from predictor.kv_events.events import BlocksRemoved, BlocksStored, KvEvent
 from scheduler.prefix.kv_block_hash import kv_block_hashes
-from services.emulator.exporter import ContentHashes
+from services.emulator.content_hashes import ContentHashes
 from services.engine_state.identity import short_hash
 from services.kv_events.publisher import KvEventPublisher
 

@@ -9,7 +9,8 @@ from typing import Any
 
 from services.emulator.answers import LENGTH
 from services.emulator.errors import bad_value
-from services.emulator.openai import CHAT, MESSAGE, ParsedRequest, Served, request_from
+from services.emulator.openai import ParsedRequest, Served, request_from
+from services.emulator.request_bodies import CHAT, MESSAGE
 from services.emulator.tokens import chat_text, token_ids
 from services.http.messages_body import messages_of
 

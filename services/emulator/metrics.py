@@ -14,8 +14,8 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from predictor.config import FETCHING_ROLES, EngineConfig
-from predictor.engine import Outcome
 from predictor.gain import missed, response_attainment
+from predictor.outcome import Outcome
 from predictor.request import RequestFacts, Slo
 from predictor.state import ARRIVED, FETCH_FAILED, FETCHED, FETCHING, LOST, TO_FETCH
 from services.attainment import AttainmentTally, filled

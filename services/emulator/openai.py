@@ -2,76 +2,27 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-
 from predictor.request import PREFILL, SERVE, EncoderInput
 from services.emulator import answers
 from services.emulator.answers import AnswerLengths, EmulatedAnswer, StopRule
-from services.emulator.errors import VllmError, bad_value, busy, invalid, malformed, mistyped
-from services.emulator.tokens import VOCABULARY, chat_text, token_ids
+from services.emulator.errors import VllmError, bad_value, busy
+from services.emulator.prompts import prompts_of
+from services.emulator.request_bodies import CHAT, ChatBody, CompletionBody, StreamOptions, body_from
 from services.emulator.transfer_params import RemoteBlocks, leg_and_blocks
 from services.engine_state.xargs import facts_in
-from services.http.openai_body import MAX_SAMPLES, MessageError, read_messages
+from services.http.openai_body import MAX_SAMPLES
 from services.http.structured_output import grammar_of
 
-COMPLETION, CHAT = "completion", "chat"
-RESPONSE, MESSAGE, TRANSCRIPT = "response", "message", "transcript"  # which other modules read
 DEFAULT_COMPLETION_TOKENS = 16
 LONGEST_ID = 512
 MAX_STOP_STRINGS = 64
 OUTPUT_TOKENS_HEADER = "x-block-output-tokens"
 MAX_DIGITS = 9
 GREEDY_BELOW = 1e-5  # temperatures
-NOT_EMULATED = ("echo", "logprobs", "prompt_logprobs", "use_beam_search", "suffix", "prompt_embeds")
-
-
-class StreamOptions(BaseModel):
-    """Whether a stream reports usage, and how often."""
-
-    include_usage: bool | None = False
-    continuous_usage_stats: bool | None = False
-
-
-class _Body(BaseModel):
-    """The fields of both kinds of requests; other fields are ignored."""
-
-    model_config = ConfigDict(extra="allow")
-
-    model: str | None = None
-    max_tokens: int | None = None
-    n: int | None = 1
-    stop: str | list[str] | None = None
-    stream: bool | None = False
-    stream_options: StreamOptions | None = None
-    ignore_eos: bool = False
-    min_tokens: int = 0
-    include_stop_str_in_output: bool = False
-    priority: int = Field(default=0, ge=-(2**31), le=2**31)
-    seed: int | None = Field(default=None, ge=-(2**63), le=2**63 - 1)
-    temperature: float | None = None
-    vllm_xargs: dict[str, Any] | None = None
-    kv_transfer_params: dict[str, Any] | None = None
-    return_token_ids: bool | None = None
-
-
-class CompletionBody(_Body):
-    """The body of /v1/completions."""
-
-    prompt: Any = None
-
-
-class ChatBody(_Body):
-    """The body of /v1/chat/completions."""
-
-    messages: list[dict[str, Any]]
-    max_completion_tokens: int | None = None
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,19 +71,9 @@ class ParsedRequest:
         return self.lora[0] if self.lora else ""
 
 
-def parsed(data: bytes) -> Any:
-    """Parse a body."""
-    if not data:
-        raise invalid([{"type": "missing", "loc": "body", "msg": "Field required", "input": None}])
-    try:
-        return json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise malformed(error if isinstance(error, ValueError) else ValueError("nested too deeply")) from None
-
-
 def request_from(kind: str, data: Any, headers: Mapping[str, str], request_id: str, served: Served) -> ParsedRequest:
     """Check a request, and make its answer."""
-    body = _body(kind, data)
+    body = body_from(kind, data)
     if body.model not in (None, served.model) and body.model not in served.adapters:
         aliases = ", ".join((served.model, *served.adapters))
         raise VllmError(
@@ -141,7 +82,7 @@ def request_from(kind: str, data: Any, headers: Mapping[str, str], request_id: s
             kind="NotFoundError",
             param="model",
         )
-    prompts = _prompts(body)
+    prompts = prompts_of(body)
     num_samples = _num_samples(body)
     if len(prompts) * num_samples > served.max_num_requests:
         raise busy()
@@ -222,103 +163,6 @@ def remote_blocks_in(data: Any) -> RemoteBlocks | None:
         return leg_and_blocks(params)[1]
     except ValueError:
         return None
-
-
-def prompt_of(data: Any) -> tuple[list[int], bool]:
-    """Tokenize the prompt of /tokenize; return whether the tokens' texts are requested too."""
-    found = data if isinstance(data, dict) else {}
-    if not isinstance(found.get("prompt"), str) and "messages" not in found:
-        raise invalid(
-            [
-                {"type": "missing", "loc": f"body.{name}", "msg": "Field required", "input": found}
-                for name in ("prompt", "messages")
-            ]
-        )
-    wants_texts = bool(data.get("return_token_strs"))
-    if isinstance(data.get("prompt"), str):
-        return token_ids(data["prompt"]), wants_texts
-    return _prompt(_body(CHAT, data)), wants_texts
-
-
-def _body(kind: str, data: Any) -> CompletionBody | ChatBody:
-    if not isinstance(data, dict):
-        message = "Input should be a valid dictionary or object to extract fields from"
-        raise invalid([{"type": "model_attributes_type", "loc": "body", "msg": message, "input": data}])
-    if data.get("stream_options") and not data.get("stream"):
-        raise bad_value("Stream options can only be defined when `stream=True`.", "stream_options")
-    for name in NOT_EMULATED:
-        if data.get(name):
-            raise bad_value(f"{name} is not emulated.", name)
-    try:
-        return CompletionBody.model_validate(data) if kind == COMPLETION else ChatBody.model_validate(data)
-    except ValidationError as error:
-        raise mistyped(error) from None
-
-
-def _prompt(body: CompletionBody | ChatBody) -> list[int]:
-    if isinstance(body, ChatBody):
-        if not body.messages:
-            raise bad_value("Cannot apply chat template to an empty conversation. Provide at least one message.")
-        return token_ids(chat_text(_messages(body.messages), continues=_continues(body)))
-    return _prompts(body)[0]
-
-
-def _prompts(body: CompletionBody | ChatBody) -> list[list[int]]:
-    """Tokenize the prompts; a chat has one."""
-    if isinstance(body, ChatBody):
-        return [_prompt(body)]
-    prompt = body.prompt
-    if prompt is None or prompt == "":
-        raise bad_value("Either prompt or prompt_embeds must be provided and non-empty.", "prompt")
-    if prompt == []:
-        raise bad_value("You must pass at least one prompt")
-    given = prompt if isinstance(prompt, list) and isinstance(prompt[0], str | list) else [prompt]
-    return [token_ids(one) if isinstance(one, str) else _checked_ids(one) for one in given]
-
-
-def _continues(body: ChatBody) -> bool:
-    """Return whether the answer continues the last message."""
-    if body.continue_final_message and body.add_generation_prompt:
-        raise bad_value("Cannot set both `continue_final_message` and `add_generation_prompt` to True.")
-    return body.continue_final_message
-
-
-def _checked_ids(prompt: Any) -> list[int]:
-    if not isinstance(prompt, list):
-        message = "Input should be a valid string, or a list of token ids"
-        raise invalid([{"type": "string_type", "loc": "body.prompt", "msg": message, "input": prompt}])
-    if not prompt:
-        raise bad_value("You must pass at least one prompt")
-    for place, token in enumerate(prompt):
-        if type(token) is not int or token < 0:
-            message = "Input should be a valid integer greater than or equal to 0"
-            raise invalid([{"type": "int_type", "loc": f"body.prompt.{place}", "msg": message, "input": token}])
-        if token >= VOCABULARY:
-            raise bad_value(f"Token id {token} is out of vocabulary")
-    return prompt
-
-
-def _messages(messages: Sequence[Any]) -> list[tuple[str, str]]:
-    """Read roles and texts; other parts than text are refused."""
-    try:
-        return [
-            (role, "\n".join(_text(part, place, number) for number, part in enumerate(parts)))
-            for place, (role, parts) in enumerate(read_messages(messages))
-        ]
-    except MessageError as error:
-        kind, text = "string_type", "Input should be a valid string"
-        if error.field == "content":
-            text += " or a list of parts"
-        elif error.value is None:
-            kind, text = "missing", "Field required"
-        where = f"body.messages.{error.place}.{error.field}"
-        raise invalid([{"type": kind, "loc": where, "msg": text, "input": error.value}]) from None
-
-
-def _text(part: Any, place: int, number: int) -> str:
-    if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-        raise bad_value("Only parts of type text can be read by this model.", f"body.messages.{place}.content.{number}")
-    return str(part["text"])
 
 
 def _max_tokens(body: CompletionBody | ChatBody, num_prompt: int, max_model_len: int, wanted: int | None) -> int:

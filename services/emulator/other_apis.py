@@ -13,11 +13,13 @@ from services.emulator.audio import speech, speech_request, transcription_reques
 from services.emulator.errors import bad_value
 from services.emulator.jobs import Job
 from services.emulator.messages import count_tokens, message_request
-from services.emulator.openai import ParsedRequest, parsed, prompt_of
+from services.emulator.openai import ParsedRequest
 from services.emulator.pooling import pooling_reply, pooling_requests
+from services.emulator.prompts import prompt_of
+from services.emulator.request_bodies import parsed
 from services.emulator.tokens import VOCABULARY, text_of, token_text
 from services.http.application import JSON, Call, Endpoint, while_client_stays
-from services.http.client import Headers
+from services.http.headers import Headers
 from services.http.paths import POOLING, SCORING
 
 if TYPE_CHECKING:

@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from services.emulator.errors import bad_value
-from services.emulator.openai import COMPLETION, ParsedRequest, Served, request_from
+from services.emulator.openai import ParsedRequest, Served, request_from
+from services.emulator.request_bodies import COMPLETION
 from services.emulator.tokens import chat_text, token_ids
 from services.http.openai_body import read_messages
 

@@ -202,7 +202,10 @@ class LockstepDrivers:
         if not self._clock.is_held:
             if self._group.next_end_s < math.inf:
                 self._drivers[0].skip_stopped_time(self._group.next_end_s)
-            self._advance(self._clock.now_s())
+            now_s = self._clock.now_s()
+            for one in self._drivers:
+                one.arrive_by(now_s)
+            self._advance(now_s)
         for one in self._drivers:
             one.hand_out()
 
@@ -210,9 +213,9 @@ class LockstepDrivers:
         """Run the ranks one pass at a time: each step has its own pace and is recorded."""
         while True:
             for one in self._drivers:
-                one.set_next_pace()
+                one.steps.set_next_pace()
             planned = self._group.next_pass(now_s)
             for rank, one in enumerate(self._drivers):
-                one.record(has_launched=planned is not None and planned.busy[rank])
+                one.steps.record(has_launched=planned is not None and planned.busy[rank])
             if planned is None:
                 return

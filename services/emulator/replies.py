@@ -6,7 +6,8 @@ import json
 from typing import Any, Protocol
 
 from services.emulator.errors import DONE
-from services.emulator.openai import CHAT, ParsedRequest
+from services.emulator.openai import ParsedRequest
+from services.emulator.request_bodies import CHAT
 
 FINGERPRINT = "block-emulator"
 TEXT = "\0"  # placeholder of an event's text while the rest of the event is written

@@ -14,8 +14,9 @@ from services.emulator.answers import LENGTH
 from services.emulator.driver import Driver
 from services.emulator.errors import VllmError, bad_value
 from services.emulator.jobs import Job
-from services.emulator.openai import CHAT, RESPONSE, ParsedRequest, Served, request_from
+from services.emulator.openai import ParsedRequest, Served, request_from
 from services.emulator.ranks import RankDrivers
+from services.emulator.request_bodies import CHAT, RESPONSE
 from services.http.responses_body import messages_of_response
 
 MAX_STORED = 4096

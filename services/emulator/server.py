@@ -23,8 +23,9 @@ from services.emulator.adapters import ServedAdapters, modules_from
 from services.emulator.answers import AnswerLengths
 from services.emulator.app import ConnectionProtocol, Emulator, version_of
 from services.emulator.clock import EngineClock, Pace
+from services.emulator.content_hashes import ContentHashes
 from services.emulator.driver import Driver
-from services.emulator.exporter import ContentHashes, EngineStateExporter
+from services.emulator.exporter import EngineStateExporter
 from services.emulator.grammars import GrammarCompiler
 from services.emulator.kv_transfers import EmulatedConnector
 from services.emulator.metrics import EngineMetrics, Exposition

@@ -14,7 +14,7 @@ from services.emulator.openai import ParsedRequest
 from services.emulator.ranks import RankDrivers
 from services.emulator.replies import CompletionReply
 from services.http.application import JSON, Call
-from services.http.client import Headers
+from services.http.headers import Headers
 
 
 class SeveralResponses:

@@ -16,8 +16,9 @@ from predictor.config import EngineConfig
 from services.emulator.app import Emulator
 from services.emulator.driver import Driver
 from services.emulator.metrics import EngineMetrics, Gauges, attainment_families
-from services.emulator.openai import CHAT, ParsedRequest, Served
+from services.emulator.openai import ParsedRequest, Served
 from services.emulator.replies import CompletionReply, ReplyWriter
+from services.emulator.request_bodies import CHAT
 from services.http.application import JSON, Call
 
 VERSION = "0.5.23+block.emulator"

@@ -18,8 +18,11 @@ from typing import Any
 from predictor.config import EngineConfig
 from services.emulator.transfer_params import RemoteBlocks
 from services.http.application import JSON, Application, Call, while_client_stays
-from services.http.client import Connection, HttpClient, Origin, request_head
+from services.http.client import HttpClient
+from services.http.connection import Connection
 from services.http.errors import ApiError
+from services.http.headers import request_head
+from services.http.origin import Origin
 
 CONNECTOR_VERSION = 14  # of vLLM 0.32's NIXL connector
 TRANSFER_MODE = "pull"

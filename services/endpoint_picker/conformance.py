@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.http.client import Headers
+from services.http.headers import Headers
 
 SELECTION = b"test-epp-endpoint-selection"
 PREFIX = b"x-conformance-test-"

@@ -11,9 +11,10 @@ from urllib.parse import urlsplit
 
 from protos.block.v1 import common_pb2
 from scheduler.instances import PREFILL_ROLE, InstanceStatus
-from services.http.client import origin_of
 from services.http.data_parallel import rank_of
-from services.instances import FromFile, Instance, Instances, InstanceSource, Listed
+from services.http.origin import origin_of
+from services.instances.instance import Instance, Instances
+from services.instances.sources import FromFile, InstanceSource, Listed
 from services.placement.instance_registry import InstanceRegistry
 
 

@@ -29,10 +29,10 @@ from services.endpoint_picker.messages import (
 )
 from services.endpoint_picker.model_names import ModelNames
 from services.endpoint_picker.picking import HttpRequest, Pick, Picker
-from services.http.client import Headers
 from services.http.endpoints import errors_of
 from services.http.error_shape import PLAIN_ERRORS
 from services.http.errors import ApiError
+from services.http.headers import Headers
 from services.http.proxying import is_event_stream
 
 NONE, BUFFERED = wire.BODY_SEND_MODE_NONE, wire.BODY_SEND_MODE_BUFFERED

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from google.protobuf.struct_pb2 import Struct
 
 from protos.envoy.v3 import external_processor_pb2 as wire
-from services.http.client import Headers
+from services.http.headers import Headers
 
 ENDPOINT = "x-gateway-destination-endpoint"
 SERVED = f"{ENDPOINT}-served"

@@ -6,8 +6,9 @@ from collections.abc import Awaitable
 from typing import TYPE_CHECKING
 
 from protos.block.v1 import common_pb2
-from services.http.client import Headers, origin_of
+from services.http.headers import Headers
 from services.http.openai_body import OpenAIRequest
+from services.http.origin import origin_of
 from services.http.proxying import OK, SERVER_ERROR
 from services.http.reply_format import CANCELLED, FAILED
 from services.http.trace_context import TRACEPARENT

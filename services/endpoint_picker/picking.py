@@ -23,10 +23,10 @@ from services.endpoint_picker.response import ResponseReader
 from services.endpoint_picker.settings import PickerSettings
 from services.explanations import decision_headers
 from services.http.application import REQUEST_ID
-from services.http.client import Headers
 from services.http.data_parallel import rank_of, with_rank
 from services.http.endpoints import ENDPOINTS, PREFILL_ONLY, UNPLACED, EngineEndpoint
 from services.http.errors import ApiError
+from services.http.headers import Headers
 from services.http.openai_body import OpenAIRequest, names_kv_blocks
 from services.http.prompt_tokens import PromptTokens
 from services.http.proxying import SERVER_ERROR
@@ -299,16 +299,30 @@ class Picker:
             if spans is not None:
                 spans.refused(refusal_of(error, self.settings.schedule_s).status if isinstance(error, Exception) else 0)
             raise
+        return self._pick_of(request, endpoint, openai, spans, message, decision, explains=headers.explain)
+
+    def _pick_of(  # noqa: PLR0913, PLR0917 - what is known of the request
+        self,
+        request: HttpRequest,
+        endpoint: EngineEndpoint,
+        openai: OpenAIRequest,
+        spans: PickSpans,
+        message: common_pb2.Request,
+        decision: common_pb2.Decision,
+        *,
+        explains: bool,
+    ) -> Pick:
+        """Return what a decision means for Envoy: where the request goes, and which headers it and its reply get."""
         pick = Pick(
             endpoints=self.endpoints.serving(decision),
-            request_id=request_id,
+            request_id=message.request_id,
             set_headers=with_rank(
-                [*self._id_header(request, request_id), *spans.chosen(decision)], rank_of(decision.instance)
+                [*self._id_header(request, message.request_id), *spans.chosen(decision)], rank_of(decision.instance)
             ),
             response_headers=[
                 (b"x-block-instance", decision.instance.instance_id.encode("ascii", "replace")),
                 (b"x-block-policy", decision.policy.encode("ascii", "replace")),
-                *decision_headers(decision, explain=headers.explain),
+                *decision_headers(decision, explain=explains),
             ],
             reader=ResponseReader(
                 driver=self._driver,

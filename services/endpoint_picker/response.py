@@ -72,7 +72,7 @@ class ResponseReader:
         self._instance_id = self.endpoints.instance_at(served, rank_of(chosen))
         self.metrics.served_elsewhere.labels("retried" if self._instance_id else "unknown").inc()
         self.spans.served_by(self._instance_id)
-        self.driver.ended(self._outcome(chosen.instance_id, NOTHING, FAILED))
+        self.driver.outcomes.ended(self._outcome(chosen.instance_id, NOTHING, FAILED))
         if self._instance_id is not None:
             self.driver.sent_elsewhere(self.request, self._instance_id)
 
@@ -122,7 +122,7 @@ class ResponseReader:
         self.spans.ended(self._status, outcome)
         if ending.prompt_tokens:
             self.sizes.learn(self.openai, ending.prompt_tokens)
-        self.driver.ended(outcome)
+        self.driver.outcomes.ended(outcome)
 
     def _ending(self) -> Ending:
         if self._status != OK:
@@ -135,7 +135,7 @@ class ResponseReader:
             return
         self._is_prefilling = False
         instance_id = self.decision.prefill.instance.instance_id
-        self.driver.ended(
+        self.driver.outcomes.ended(
             common_pb2.Outcome(
                 request_id=self.request.request_id,
                 instance_id=instance_id,

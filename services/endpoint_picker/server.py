@@ -26,7 +26,7 @@ from services.endpoint_picker.picking import Picker
 from services.endpoint_picker.service import ExternalProcessorService
 from services.endpoint_picker.settings import PickerSettings
 from services.http.prompt_tokens import PromptSizes, PromptTokens
-from services.instances import InstanceSource
+from services.instances.sources import InstanceSource
 from services.live_page.pages import live_page_routes
 from services.logs import log_event
 from services.placement.lifecycle import placement_driver

@@ -10,8 +10,8 @@ import numpy as np
 
 from predictor.batching import batcher_named
 from predictor.config import FIELD_NAMES, EngineConfig
-from predictor.engine_replica import ReportedContents, ReportedMemory, ReportedState, ReportedStep
 from predictor.lengths import Tag
+from predictor.reported_state import ReportedContents, ReportedMemory, ReportedState, ReportedStep
 from predictor.request import CLASSES, LEGS, MAX_PRIORITY, REAL_TIME, SERVE, RequestFacts, Slo
 from predictor.snapshot import (
     STAGES,
@@ -34,6 +34,7 @@ STAGE_NAMES = {
     layout.ARRIVED: STAGES[layout.FETCHED],
     layout.LOST: STAGES[layout.FETCH_FAILED],
 }
+MAX_NOT_MODELLED = 4  # that forecasts name
 NO_TAGS: Mapping[str, Tag] = {}
 NO_SETTINGS: Mapping[str, Any] = {}
 
@@ -48,6 +49,14 @@ def config_of(view: View, suggested: Mapping[str, Any] = NO_SETTINGS) -> EngineC
         return EngineConfig(**{**suggested, **settings})
     except ValueError as error:
         raise ValueError(f"settings.engine.{error}") from None
+
+
+def not_modelled_by(view: View) -> tuple[str, ...]:
+    """Return what the engine does that the engine model does not, in its own words."""
+    named = view.settings.get("not_modelled", ())
+    if not isinstance(named, list | tuple) or not all(isinstance(one, str) and one.isprintable() for one in named):
+        raise ValueError("settings.not_modelled: must be a list of texts without control characters")
+    return tuple(named[:MAX_NOT_MODELLED])
 
 
 def snapshot_from_view(view: View, tags: Mapping[str, Tag] = NO_TAGS) -> Snapshot:

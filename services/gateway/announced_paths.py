@@ -12,8 +12,9 @@ from typing import Any
 from protos.block.v1 import common_pb2
 from services.gateway.destinations import Fallback
 from services.gateway.schedulers import NoSchedulerError, SchedulerClient
-from services.http.client import HttpClient, origin_of
+from services.http.client import HttpClient
 from services.http.errors import ApiError
+from services.http.origin import origin_of
 from services.logs import log_event
 
 log = logging.getLogger(__name__)

@@ -67,7 +67,6 @@ class Gateway(Application):
         self._context = context
         self._access = access
         self._usage = UsageControl(access, context.loop.time)
-        self._known_models = frozenset(context.settings.models)
         self._request_ids: set[str] = set()  # of requests under way
         context.metrics.watch(self.__len__, lambda: len(context.releases))
         self.routes = {
@@ -146,6 +145,8 @@ class Gateway(Application):
             request_id = stack.enter_context(self._unique(call.request_id))
             body = await self.body_of(call, context.settings.max_body_bytes)
             openai, headers = self._read(endpoint, body, call)
+            if openai.model:
+                await context.models.require(openai.model)
             self._usage.require_model(holder, openai.model)
             kept = self._kept_for(openai, holder)
             num_tokens, block_names = await context.prompts.read_aside(openai)
@@ -233,8 +234,6 @@ class Gateway(Application):
             request_headers = read_headers(call.headers)
         except ValueError as error:
             raise ApiError.of(error) from None
-        if self._known_models and openai.model and openai.model not in self._known_models:
-            raise ApiError(404, f"The model `{openai.model}` does not exist.", code="model_not_found", param="model")
         if openai.has_kv_transfer_params and not self._context.settings.allow_kv_transfer_params:
             raise ApiError(400, "kv_transfer_params: clients may not set it here", param="kv_transfer_params")
         return openai, request_headers

@@ -6,7 +6,6 @@ import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from services.draining_requests import DrainingRequests
 from services.gateway.announced_paths import AnnouncedPaths
 from services.gateway.destinations import Fallback, OutlierDetection
 from services.gateway.kept_responses import KeptResponses
@@ -17,6 +16,7 @@ from services.gateway.schedulers import SchedulerClient
 from services.gateway.settings import GatewaySettings
 from services.http.client import HttpClient
 from services.http.prompt_tokens import PromptSizes, PromptTokens
+from services.instances.draining_requests import DrainingRequests
 from services.objectives import ObjectiveTable
 from services.retry_budget import RetryBudget
 

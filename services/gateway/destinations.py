@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from protos.block.v1 import common_pb2
 from scheduler.circuit import CircuitState
 from scheduler.instances import PREFILL_ROLE
-from services.http.client import Origin, origin_of
 from services.http.data_parallel import rank_of
+from services.http.origin import Origin, origin_of
 
 LAST_RESORT = "last_resort_round_robin"
 NEXT_BEST = "next_best"

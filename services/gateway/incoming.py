@@ -9,10 +9,10 @@ from typing import Any
 
 from protos.block.v1 import common_pb2
 from services.http.application import REQUEST_ID
-from services.http.client import Headers
 from services.http.continued_request import continued_request
 from services.http.endpoints import ENDPOINTS, EngineEndpoint
 from services.http.engine_arguments import LONG_WAIT_S
+from services.http.headers import Headers
 from services.http.openai_body import OpenAIRequest
 from services.http.proxying import without_hops
 from services.http.request_facts import body_to_pass

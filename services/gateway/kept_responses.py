@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from services.gateway.destinations import Destination
-from services.http.client import Origin
+from services.http.origin import Origin
 
 MAX_KEPT = 65_536  # the oldest are forgotten first
 HEAD_BYTES = 4096  # of a reply, which contain its id

@@ -39,6 +39,19 @@ class GatewayMetrics:
         """Register everything."""
         ProcessCollector(registry=registry)
         self.registry = registry
+        self._register_answers(registry)
+        self._register_prefill_legs(registry)
+        self._register_ends(registry)
+        self._register_failures(registry)
+        self._register_releases(registry)
+        self._counts: dict[tuple[str, int], Counter] = {}
+        self._model_of = BoundedLabel()
+        self._models: dict[str, ModelMetrics] = {}
+        self.attainment, self.client_attainment = AttainmentTally(), ClientTally()
+        registry.register(StreamCollector(self.attainment, self.client_attainment, self._models))
+
+    def _register_answers(self, registry: CollectorRegistry) -> None:
+        """Register replies and their times."""
         self.requests = Counter(
             "block_gateway_requests", "Replies, by path and status.", ("path", "status"), registry=registry
         )
@@ -58,6 +71,9 @@ class GatewayMetrics:
             "block_gateway_decision_seconds", "Time until the destination of a request is known.",
             buckets=DECISIONS_S, registry=registry,
         )  # fmt: skip
+
+    def _register_prefill_legs(self, registry: CollectorRegistry) -> None:
+        """Register prefill legs and hand-overs."""
         self.prefill = Histogram(
             "block_gateway_prefill_seconds", "From sending a prefill leg to its reply.", buckets=LATENCIES_S,
             registry=registry,
@@ -73,6 +89,9 @@ class GatewayMetrics:
             ("result",),
             registry=registry,
         )
+
+    def _register_ends(self, registry: CollectorRegistry) -> None:
+        """Register how answers end."""
         self._prompt_tokens = Counter(
             "block_gateway_prompt_tokens", "Tokens of the prompts of completed requests.", ("model",), registry=registry
         )
@@ -83,6 +102,9 @@ class GatewayMetrics:
             ("model", "reason"),
             registry=registry,
         )
+
+    def _register_failures(self, registry: CollectorRegistry) -> None:
+        """Register what follows where an engine, a scheduler or a client fails."""
         self.retries = Counter(
             "block_gateway_retries", "Requests sent to another engine, by reason.", ("why",), registry=registry
         )
@@ -126,6 +148,9 @@ class GatewayMetrics:
             "block_gateway_scheduler_failures", "Calls to schedulers that failed.", ("scheduler", "code"),
             registry=registry,
         )  # fmt: skip
+
+    def _register_releases(self, registry: CollectorRegistry) -> None:
+        """Register the reports of ends, and what is under way."""
         self.releases = Counter(
             "block_gateway_releases",
             "Ends of requests: reported or lost.",
@@ -136,11 +161,6 @@ class GatewayMetrics:
         self.lost = self.releases.labels("lost")
         self._under_way = Gauge("block_gateway_requests_under_way", "Requests in the gateway.", registry=registry)
         self._waiting = Gauge("block_gateway_releases_waiting", "Ends of requests not reported yet.", registry=registry)
-        self._counts: dict[tuple[str, int], Counter] = {}
-        self._model_of = BoundedLabel()
-        self._models: dict[str, ModelMetrics] = {}
-        self.attainment, self.client_attainment = AttainmentTally(), ClientTally()
-        registry.register(StreamCollector(self.attainment, self.client_attainment, self._models))
 
     def watch(self, under_way: Callable[[], float], waiting: Callable[[], float]) -> None:
         """Read the gauges when metrics are collected."""

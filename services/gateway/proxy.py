@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from protos.block.v1 import common_pb2
-from services.draining_requests import REMOVED
 from services.explanations import decision_headers
 from services.gateway.attainment import StreamAttainment
 from services.gateway.context import GatewayContext
@@ -18,15 +17,17 @@ from services.gateway.placing import Placing
 from services.gateway.stream_relay import BUDGET, LIMIT, NO_INSTANCE, PLANNED, StreamRelay
 from services.gateway.upstream_attempt import LeftError, RemovedError, UpstreamAttempt
 from services.http.application import Call
-from services.http.client import ConnectError, Headers
+from services.http.connection import ConnectError
 from services.http.continued_request import EarlierPart
 from services.http.data_parallel import with_rank
 from services.http.engine_deaths import EngineDeaths
 from services.http.errors import ApiError, ShedError
+from services.http.headers import Headers
 from services.http.kv_transfer import KV_CONNECTORS
 from services.http.prefill_leg import MAX_FAILED_FETCHES, SKIPPED, HeldBlocks, PrefillLeg
 from services.http.proxying import NOT_SERVING, OK, OWN_HEADERS, RETRIED, SERVER_ERROR, engine_error
 from services.http.reply_format import CANCELLED, FAILED
+from services.instances.draining_requests import REMOVED
 from services.logs import log_event
 from services.tracing.request_spans import PREFILL, end_prefill
 

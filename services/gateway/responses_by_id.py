@@ -6,7 +6,8 @@ from services.gateway.context import GatewayContext
 from services.gateway.incoming import target_of
 from services.gateway.kept_responses import KeptResponse
 from services.http.application import Call
-from services.http.client import Connection, Headers, request_head
+from services.http.connection import Connection
+from services.http.headers import Headers, request_head
 from services.http.proxying import OWN_HEADERS, engine_error
 
 MAX_BODY_BYTES = 64 * 1024  # of a request that has nothing to say

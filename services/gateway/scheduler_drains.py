@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 import grpc
 
 from protos.block.v1 import scheduler_pb2
-from services.drains import Drain, drains_in
+from services.instances.drains import Drain, drains_in
 from services.logs import log_event
 from services.rpc.grpc_channel import GrpcChannel
 from services.supervised_task import supervised
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 WATCH = "/block.v1.Scheduler/WatchDrains"
 PAUSE_S = 1.0  # before a scheduler is called again
-SILENT_S = 15.0  # after which a scheduler is called anew; it repeats itself every 5 s
+SILENT_S = 15.0  # without a message, after which a scheduler is called again; it repeats its drains every 5 s
 KEPT_S = 60.0  # for which the drains of a scheduler that is gone count
 SAME_S = 0.25  # by which the times of one drain may differ, as clocks do
 

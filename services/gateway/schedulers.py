@@ -14,11 +14,11 @@ from prometheus_client import CollectorRegistry, Counter
 from protos.block.v1 import common_pb2, scheduler_pb2
 from scheduler.circuit import CircuitState
 from scheduler.instances import OverloadedError
-from services.drains import Drain
 from services.gateway.scheduler_drains import SchedulerDrains
 from services.gateway.scheduler_tails import SchedulerTails
 from services.http.errors import ApiError, ShedError
 from services.http.trace_context import TRACEPARENT, TraceParent
+from services.instances.drains import Drain
 from services.live_page.pages import FrameSource
 from services.logs import log_event
 from services.placement.driver import PlacementDriver
@@ -318,7 +318,7 @@ class InProcessScheduler:
     async def release(self, request: common_pb2.ReleaseRequest) -> bool:
         """Release a request at its instance, and report its outcome."""
         try:
-            await self._driver.release(request)
+            await self._driver.outcomes.release(request)
         except ValueError:
             return False
         return True

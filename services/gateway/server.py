@@ -14,7 +14,6 @@ import uvloop
 from prometheus_client import CollectorRegistry
 
 from protos.block.v1 import scheduler_pb2_grpc
-from services.draining_requests import DrainingRequests
 from services.gateway.announced_paths import AnnouncedPaths
 from services.gateway.app import Gateway
 from services.gateway.context import GatewayContext
@@ -28,7 +27,8 @@ from services.gateway.settings import GatewaySettings
 from services.http.engine_client import engine_client
 from services.http.prompt_tokens import PromptSizes, PromptTokens
 from services.http.server import answering, listening
-from services.instances import InstanceSource
+from services.instances.draining_requests import DrainingRequests
+from services.instances.sources import InstanceSource
 from services.logs import log_event
 from services.objectives import ObjectiveTable, following, no_objectives
 from services.placement.driver import PlacementDriver
@@ -157,9 +157,8 @@ async def serving(
     """Serve while the block runs; then refuse new requests and let those under way end, at most `drain_s`."""
     registry = CollectorRegistry()
     metrics = GatewayMetrics(registry)
-    sizes = PromptSizes(settings.bytes_per_token)
     prompts = PromptTokens(
-        sizes,
+        PromptSizes(settings.bytes_per_token),
         tokenizer=settings.tokenizer,
         chat_template=settings.chat_template,
         block_tokens=settings.block_tokens,
@@ -178,18 +177,41 @@ async def serving(
         )
         pages = None if driver is None else partial(instance_routes, driver)
         metrics_port = await stack.enter_async_context(metrics_served(server, registry, pages, access=access))
-        releases = ReleaseQueue(
-            schedulers.release, max_waiting=settings.releases_kept, delivered=metrics.released, lost=metrics.lost
+        context = await stack.enter_async_context(
+            gateway_context(settings, metrics, schedulers, prompts, objectives, tracer)
         )
-        engines = engine_client(connect_s=settings.connect_s)
-        loop = asyncio.get_running_loop()
-        last_resort = Fallback(settings.engine_urls, loop.time)
-        requests = DrainingRequests(lambda reason: metrics.drain_stays.labels(reason).inc())
+        gateway = Gateway(context, access)
+        async with answering(gateway, listener, server.drain_s, tls=certificates.server_context):
+            port = listener.getsockname()[1]
+            yield RunningGateway(port=port, gateway=gateway, scheduler_port=scheduler_port, metrics_port=metrics_port)
+
+
+@asynccontextmanager
+async def gateway_context(  # noqa: PLR0913, PLR0917 - its parts
+    settings: GatewaySettings,
+    metrics: GatewayMetrics,
+    schedulers: SchedulerClient,
+    prompts: PromptTokens,
+    objectives: ObjectiveTable,
+    tracer: RequestTracer | None,
+) -> AsyncIterator[GatewayContext]:
+    """Make what all requests share; at the end, report the last ends of requests."""
+    releases = ReleaseQueue(
+        schedulers.release, max_waiting=settings.releases_kept, delivered=metrics.released, lost=metrics.lost
+    )
+    engines = engine_client(connect_s=settings.connect_s)
+    loop = asyncio.get_running_loop()
+    last_resort = Fallback(settings.engine_urls, loop.time)
+    requests = DrainingRequests(lambda reason: metrics.drain_stays.labels(reason).inc())
+    following_drains = asyncio.create_task(supervised("drains", lambda: schedulers.follow_drains(requests.follow)))
+    announced = AnnouncedPaths(schedulers, last_resort, engines)
+    async with AsyncExitStack() as stack:
         stack.push_async_callback(requests.close)
-        following_drains = asyncio.create_task(supervised("drains", lambda: schedulers.follow_drains(requests.follow)))
         stack.callback(following_drains.cancel)
-        announced = AnnouncedPaths(schedulers, last_resort, engines)
-        context = GatewayContext(
+        stack.push_async_callback(releases.flush, FLUSH_S)
+        stack.callback(engines.close)
+        stack.callback(announced.close)
+        yield GatewayContext(
             settings=settings,
             metrics=metrics,
             schedulers=schedulers,
@@ -198,7 +220,7 @@ async def serving(
             budget=RetryBudget(max_retries=settings.max_concurrency, per_request=settings.retry_ratio),
             migrations=RetryBudget(max_retries=settings.max_concurrency, per_request=settings.migration_ratio),
             requests=requests,
-            sizes=sizes,
+            sizes=prompts.sizes,
             prompts=prompts,
             last_resort=last_resort,
             failed_lately=OutlierDetection(loop.time),
@@ -209,14 +231,3 @@ async def serving(
             loop=loop,
             tracer=tracer,
         )
-        gateway = Gateway(context, access)
-        try:
-            async with answering(gateway, listener, server.drain_s, tls=certificates.server_context):
-                port = listener.getsockname()[1]
-                yield RunningGateway(
-                    port=port, gateway=gateway, scheduler_port=scheduler_port, metrics_port=metrics_port
-                )
-        finally:
-            announced.close()
-            engines.close()
-            await releases.flush(FLUSH_S)

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 from scheduler.prefix.kv_block_hash import SEED
-from services.http.client import origin_of
 from services.http.continued_request import (
     BY_TOKEN_IDS,
     ContinueStreams,
@@ -18,8 +17,9 @@ from services.http.continued_request import (
 from services.http.kv_transfer import HandOverDeadline, KvConnectorName, require_kv_connector
 from services.http.limits import HttpLimits
 from services.http.openai_body import OpenAIRequest
+from services.http.origin import origin_of
 from services.http.prompt_tokens import BlockTokens, ChatTemplateFile, HashSeed, TokenizerFile
-from services.instances import require_address
+from services.instances.instance import require_address
 from services.objectives import ObjectivesFile
 from services.security.own_key import PartKeyFile
 from services.settings import Nested, Option
@@ -70,7 +70,7 @@ class GatewaySettings:
     models: Annotated[
         tuple[str, ...],
         Option(
-            "Name of a served model. Repeatable.",
+            "Name of a served model; its LoRA adapters are served too. Repeatable.",
             name="model",
             separator=",",
             unset="the models of the instances",

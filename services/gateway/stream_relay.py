@@ -8,19 +8,20 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from protos.block.v1 import common_pb2
-from services.draining_requests import REMOVED
 from services.gateway.attainment import StreamAttainment
 from services.gateway.context import GatewayContext
 from services.gateway.incoming import Incoming, continued
 from services.gateway.upstream_attempt import UpstreamAttempt
 from services.http.application import Call
-from services.http.client import Headers, ReadInterruptedError
+from services.http.connection import ReadInterruptedError
 from services.http.continued_request import OFF, EarlierPart
 from services.http.engine_deaths import POISON, EngineDeaths
 from services.http.errors import ApiError
+from services.http.headers import Headers
 from services.http.proxying import engine_error
 from services.http.reply_format import CANCELLED, FAILED
 from services.http.stream_continuation import Continuation, NotContinuableError, StreamTranscript, failure_in
+from services.instances.draining_requests import REMOVED
 from services.logs import log_event
 from services.tracing.request_spans import MIGRATIONS
 

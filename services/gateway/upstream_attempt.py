@@ -9,21 +9,22 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from protos.block.v1 import common_pb2
-from services.draining_requests import REMOVED, MovableRequest
 from services.gateway.attainment import StreamAttainment
 from services.gateway.context import GatewayContext
 from services.gateway.destinations import LAST_RESORT, Destination
 from services.gateway.incoming import Incoming
 from services.gateway.metrics import ModelMetrics
-from services.http.client import ConnectError, Connection, Headers, request_head
+from services.http.connection import ConnectError, Connection
 from services.http.continued_request import EarlierPart
 from services.http.data_parallel import with_rank
 from services.http.endpoints import UNPLACED
+from services.http.headers import Headers, request_head
 from services.http.kv_transfer import decode_body, with_cached_tokens
 from services.http.prefill_leg import HeldBlocks, PrefillReply
 from services.http.proxying import OK, RETRIED, SERVER_ERROR, is_event_stream
 from services.http.reply_format import CANCELLED, FAILED
 from services.http.sse import Ending, StreamReader, ending_of, num_without_token
+from services.instances.draining_requests import REMOVED, MovableRequest
 from services.placement.outcomes import outcome_of
 from services.tracing.request_spans import DECODE, SERVE, STATUS
 

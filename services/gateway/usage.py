@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from services.http.application import Call
-from services.http.client import Headers
 from services.http.errors import ApiError
+from services.http.headers import Headers
 from services.http.openai_body import OpenAIRequest
 from services.rpc.errors import MAX_RETRY_AFTER_S
 from services.security.access import AccessControl

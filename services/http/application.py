@@ -13,9 +13,9 @@ from uuid import uuid4
 
 from prometheus_client import CollectorRegistry
 
-from services.http.client import Headers
 from services.http.error_shape import PLAIN_ERRORS, ErrorShape
 from services.http.errors import ApiError, HttpError
+from services.http.headers import Headers
 from services.http.limits import BODY_TIMEOUT, DEFAULT_LIMITS, SETTINGS, HttpLimits, Refusals
 from services.http.proxying import is_event_stream
 from services.logs import log_event

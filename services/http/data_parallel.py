@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from protos.block.v1 import common_pb2
-from services.http.client import Headers
+from services.http.headers import Headers
 
 RANK_HEADER = b"x-data-parallel-rank"
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from services.http.client import ConnectError
+from services.http.connection import ConnectError
 from services.logs import log_event
 
 log = logging.getLogger(__name__)

@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from services.http.client import Headers, HttpClient, Origin
+from services.http.client import HttpClient
+from services.http.headers import Headers
 from services.http.json_body import reply_json
+from services.http.origin import Origin
 
 WITHIN_S = 30.0  # for each of an engine's two replies
 

@@ -12,8 +12,8 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from services.http.client import Headers
 from services.http.errors import HttpError
+from services.http.headers import Headers
 from services.http.limits import (
     HEADER_TIMEOUT,
     HEADERS_TOO_LARGE,

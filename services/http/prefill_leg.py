@@ -8,8 +8,11 @@ import time
 from dataclasses import dataclass, field
 
 from protos.block.v1 import common_pb2
-from services.http.client import ConnectError, Headers, HttpClient, Origin, request_head
+from services.http.client import HttpClient
+from services.http.connection import ConnectError
+from services.http.headers import Headers, request_head
 from services.http.kv_transfer import KvConnector, PrefilledPrompt, prefill_body, read_prefill_reply
+from services.http.origin import Origin
 from services.http.proxying import OK, RETRIED
 from services.http.reply_format import CANCELLED, FAILED
 from services.logs import log_event

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from services.http.client import ConnectError, Headers
+from services.http.connection import ConnectError
 from services.http.errors import ApiError
+from services.http.headers import Headers
 
 CONNECTION = b"connection"
 CONTENT_TYPE = b"content-type"

@@ -11,8 +11,8 @@ from protos.block.v1 import common_pb2
 from services.engine_state.xargs import CLASSES as CLASS_NAMES
 from services.engine_state.xargs import facts_in
 from services.http.application import REQUEST_ID
-from services.http.client import Headers
 from services.http.engine_arguments import CLASSES, with_arguments
+from services.http.headers import Headers
 from services.http.json_fields import LONGEST_NAME, bounded, with_fields
 from services.http.media_parts import encoder_inputs
 from services.http.openai_body import OpenAIRequest

@@ -6,7 +6,7 @@ import re
 import secrets
 from dataclasses import dataclass
 
-from services.http.client import Headers
+from services.http.headers import Headers
 
 TRACEPARENT, TRACESTATE = b"traceparent", b"tracestate"
 _FORM = re.compile(rb"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(?:-.*)?")

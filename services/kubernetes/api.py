@@ -17,7 +17,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
-from services.http.client import Connection, Headers, HttpClient, Origin, origin_of, request_head
+from services.http.client import HttpClient
+from services.http.connection import Connection
+from services.http.headers import Headers, request_head
+from services.http.origin import Origin, origin_of
 from services.kubernetes.settings import KubernetesSettings
 
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")

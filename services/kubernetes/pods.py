@@ -11,8 +11,8 @@ from typing import Any
 from predictor.request import BEST_EFFORT
 from scheduler.instances import BOTH, DECODE_ROLE, PREFILL_ROLE
 from scheduler.objectives import SERVE_LATE, SHED, Objective, objectives_from
-from services.drains import Drain
-from services.instances import DRAINING, READY, Instance
+from services.instances.drains import Drain
+from services.instances.instance import DRAINING, READY, Instance
 from services.kubernetes.api import Object
 from services.security.certificates import engine_access
 

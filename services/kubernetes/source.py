@@ -10,7 +10,8 @@ from types import MappingProxyType
 from typing import TypeVar
 
 from scheduler.objectives import NO_OBJECTIVES, Objective, Objectives
-from services.instances import DRAINING, Instance, Instances, InstanceSource
+from services.instances.instance import DRAINING, Instance, Instances
+from services.instances.sources import InstanceSource
 from services.kubernetes.api import KubernetesApi, Resource, api_address, own_namespace
 from services.kubernetes.pods import (
     InferencePool,

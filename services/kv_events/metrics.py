@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge
+from collections import Counter
+
+from prometheus_client import CollectorRegistry
 
 from predictor.kv_events.events import GPU
+from predictor.kv_events.index import MAX_MEDIA
 from predictor.kv_events.stream import COMPLETE, PARTIAL, UNSURE, KvEventStream
+from services.bounded_label import BoundedLabel
+from services.metrics_by_instance import MetricsByInstance
 
 
 class KvEventCollectors:
@@ -13,38 +18,28 @@ class KvEventCollectors:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         """Register the metrics."""
-        self.batches = Counter(
+        register = MetricsByInstance(registry)
+        self.batches = register.counter(
             "block_kv_event_batches",
             "Batches of KV events by result: applied, duplicate, invalid, other_topic or other_rank.",
-            ("instance", "result"),
-            registry=registry,
+            "result",
         )
-        self.repairs = Counter(
+        self.repairs = register.counter(
             "block_kv_event_repairs",
             "Gaps in the sequence of KV events and what followed: gap, replayed (batches), lost or restart.",
-            ("instance", "kind"),
-            registry=registry,
+            "kind",
         )
-        self.unknown = Counter(
-            "block_kv_events_unknown", "KV events of a kind that is not known.", ("instance",), registry=registry
-        )
-        self.state = Gauge(
+        self.unknown = register.counter("block_kv_events_unknown", "KV events of a kind that is not known.")
+        self.state = register.gauge(
             "block_kv_events_state",
             "1 for how well the prefix cache is known from KV events: complete, partial or unsure.",
-            ("instance", "state"),
-            registry=registry,
+            "state",
         )
-        self.blocks = Gauge(
-            "block_kv_cached_blocks",
-            "KV blocks that hit a prefix, by the medium that they are on.",
-            ("instance", "medium"),
-            registry=registry,
+        self.blocks = register.gauge(
+            "block_kv_cached_blocks", "KV blocks that hit a prefix, by the medium that they are on.", "medium"
         )
-        self.lag_s = Gauge(
-            "block_kv_events_lag_seconds",
-            "Time from the publication of the last KV event to its arrival.",
-            ("instance",),
-            registry=registry,
+        self.lag_s = register.gauge(
+            "block_kv_events_lag_seconds", "Time from the publication of the last KV event to its arrival."
         )
 
 
@@ -55,6 +50,8 @@ class KvEventMetrics:
         """Label the metrics with the instance."""
         self._all, self._instance, self._stream = collectors, instance_id, stream
         self._seen: dict[str, int] = {}
+        self._media: set[str] = set()  # that had blocks
+        self._medium_of = BoundedLabel(MAX_MEDIA)
         self.update()
 
     def count(self, result: str) -> None:
@@ -80,8 +77,12 @@ class KvEventMetrics:
         for state in (COMPLETE, PARTIAL, UNSURE):
             self._all.state.labels(self._instance, state).set(state == self._stream.certainty)
         index = self._stream.index
-        for medium, num_blocks in {GPU: index.num_blocks, **index.num_offloaded()}.items():
-            self._all.blocks.labels(self._instance, medium).set(num_blocks)
+        num_blocks = Counter({GPU: index.num_blocks})
+        for medium, num in index.num_offloaded().items():
+            num_blocks[self._medium_of(medium)] += num
+        self._media |= num_blocks.keys()
+        for medium in self._media:
+            self._all.blocks.labels(self._instance, medium).set(num_blocks[medium])
 
     def _new(self, name: str, total: int) -> int:
         before, self._seen[name] = self._seen.get(name, 0), total

@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 
 HIGH_WATER_MARK = 100_000  # batches that wait to be read, as many as vLLM keeps for a slow subscriber
 REPLAY_TIMEOUT_S = 5.0  # between two batches of a replay
+MAX_REPLAYED = 100_000  # batches of one replay
 RETRY_S = (0.2, 0.5, 1.0, 2.0, 5.0)  # before another attempt to get a replay
 FUTILE_REPLAYS = 3  # in a row, after which live batches are used without one
 LOG_S = 10.0  # from one line about invalid batches to the next
@@ -238,15 +239,15 @@ class KvEventSubscriber:
             start = self.stream.replay_from()
             async with asyncio.timeout(REPLAY_TIMEOUT_S):
                 await socket.send_multipart([b"", start.to_bytes(SEQUENCE_BYTES, "big")])
-            while True:
+            for _ in range(MAX_REPLAYED + 1):
                 async with asyncio.timeout(REPLAY_TIMEOUT_S):
                     _, *frames = await socket.recv_multipart()
                 if len(frames) != 3:
                     raise ValueError(f"the reply has {len(frames) + 1} frames")
                 if frames[1] == END_OF_REPLAY:
-                    break
+                    return self.stream.end_replay()
                 self._take(frames, is_replay=True)
-            return self.stream.end_replay()
+            raise ValueError(f"the reply has more than {MAX_REPLAYED} batches")
         finally:
             socket.close(linger=0)
 

@@ -16,8 +16,8 @@ from google.protobuf.json_format import MessageToDict
 from protos.block.v1 import common_pb2
 from services.explanations import status_name
 from services.http.application import JSON, Application, Call, ClientLeftError, Endpoint, while_client_stays
-from services.http.client import Headers
 from services.http.errors import ApiError
+from services.http.headers import Headers
 from services.rpc.errors import INTERNAL, BusyError, status_of
 from services.rpc.messages import indicators_from
 

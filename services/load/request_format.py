@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Annotated, Any
 
 from predictor.request import REAL_TIME, Slo
-from services.http.client import Headers
+from services.http.headers import Headers
 from simulator.load_plan import Planned, target_of
 
 ENDPOINTS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}

@@ -16,7 +16,10 @@ from uuid import uuid4
 
 from predictor.gain import count_on_time
 from protos.block.v1 import common_pb2
-from services.http.client import ConnectError, Connection, HttpClient, Origin, request_head
+from services.http.client import HttpClient
+from services.http.connection import ConnectError, Connection
+from services.http.headers import request_head
+from services.http.origin import Origin
 from services.http.sse import StreamReader
 from services.load.request_format import RequestFormat, body_of, headers_of
 from simulator.load_plan import Planned, slo_of

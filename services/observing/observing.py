@@ -12,7 +12,8 @@ from typing import Any
 from predictor.config import EngineConfig
 from predictor.mirror.scraped_metrics import parse_max_model_len, parse_metrics
 from predictor.profile import Profile
-from services.http.client import HttpClient, Origin, origin_of
+from services.http.client import HttpClient
+from services.http.origin import Origin, origin_of
 from services.http.server import answering, listening
 from services.observing.state_file import StateFileObservation
 from services.observing.traffic import TrafficObservation

@@ -9,8 +9,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from protos.block.v1 import common_pb2
-from services.http.client import Headers, origin_of
+from services.http.headers import Headers
 from services.http.openai_body import OpenAIRequest
+from services.http.origin import origin_of
 from services.http.trace_context import TRACEPARENT, TRACESTATE
 from services.placement.generation_tracker import GenerationTracker
 from services.placement.upstream_engine import EngineRequest

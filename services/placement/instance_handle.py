@@ -18,7 +18,7 @@ from scheduler.candidate import CandidateStatus
 from scheduler.instances import NOT_READY, InstanceDirectory, InstanceStatus
 from scheduler.intentions import Answer
 from scheduler.prefix.prompt import DEFAULT_BLOCK_TOKENS
-from services.instances import DRAINING, Instance
+from services.instances.instance import DRAINING, Instance
 from services.logs import log_event
 from services.placement.circuit_breaker import CircuitBreaker
 from services.placement.metrics import SchedulerMetrics

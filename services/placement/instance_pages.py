@@ -13,10 +13,10 @@ from scheduler.candidate import CandidateStatus
 from services.http.application import JSON, Application, Call, Endpoint
 from services.http.errors import ApiError
 from services.http.json_body import JsonError, request_json
-from services.instances import DRAINING, table_of
+from services.instances.instance import DRAINING, table_of
+from services.instances.registered_instances import NEW, ConflictError, KnownInstance
+from services.instances.registrations import DrainOrder, Registration
 from services.placement.driver import PlacementDriver
-from services.registered_instances import NEW, ConflictError, KnownInstance
-from services.registrations import DrainOrder, Registration
 from services.rpc.errors import BusyError, UnknownNameError
 
 PATH = "/instances"

@@ -12,8 +12,8 @@ from typing import Any
 
 from scheduler.disaggregation import SERVE_WHOLE
 from scheduler.instances import DECODE_ROLE, PREFILL_ROLE, InstanceDirectory
-from services.drains import NEVER, Drain
-from services.instances import DRAINING, Instances
+from services.instances.drains import NEVER, Drain
+from services.instances.instance import DRAINING, Instances
 from services.logs import log_event
 from services.placement.instance_handle import InstanceHandle
 from services.placement.kv_event_followers import KvEventFollowers

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from prometheus_client import CollectorRegistry
 
 from predictor.kv_events.stream import KvEventStream
-from services.instances import Instance
+from services.instances.instance import Instance
 from services.kv_events.metrics import KvEventCollectors, KvEventMetrics
 from services.kv_events.settings import KvEventSettings
 from services.logs import log_event

@@ -9,7 +9,8 @@ from functools import partial
 
 from prometheus_client import CollectorRegistry
 
-from services.instances import InstanceSource, watch
+from services.instances.registered_instances import RegisteredInstances
+from services.instances.sources import InstanceSource, watch
 from services.objectives import ObjectiveTable, following
 from services.placement.decision_recorder import DecisionRecorder
 from services.placement.driver import PlacementDriver
@@ -20,7 +21,6 @@ from services.placement.listeners import PlacementListener
 from services.placement.metrics import SchedulerMetrics
 from services.placement.provisioner_reports import ProvisionerReports
 from services.placement.settings import SchedulerSettings
-from services.registered_instances import RegisteredInstances
 from services.security.own_key import own_key
 from services.supervised_task import supervised
 

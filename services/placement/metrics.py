@@ -20,6 +20,14 @@ class SchedulerMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         """Start from zero."""
         self.registry = registry
+        self._instance_of, self._model_of = BoundedLabel(), BoundedLabel()
+        self._register_decisions(registry)
+        self._register_admission(registry)
+        self._register_sidecars(registry)
+        self._register_outcomes(registry)
+
+    def _register_decisions(self, registry: CollectorRegistry) -> None:
+        """Register what decisions say."""
         self.decision_s = Histogram(
             "block_decision_seconds",
             "From receiving a request to its decision.",
@@ -56,13 +64,15 @@ class SchedulerMetrics:
             buckets=SECONDS,
             registry=registry,
         )
-        self._instance_of, self._model_of = BoundedLabel(), BoundedLabel()
         self.disaggregations = Counter(
             "block_scheduler_disaggregations",
             "Decisions among instances with roles, by why the request has two legs or is served as a whole.",
             ("policy", "reason"),
             registry=registry,
         )
+
+    def _register_admission(self, registry: CollectorRegistry) -> None:
+        """Register which requests wait, are shed, or find no instance."""
         self.held = Gauge(
             "block_held_requests", "Requests that are held until an instance admits them.", registry=registry
         )
@@ -86,6 +96,9 @@ class SchedulerMetrics:
             "Requests that went on as best effort, because no instance keeps their deadlines.",
             registry=registry,
         )
+
+    def _register_sidecars(self, registry: CollectorRegistry) -> None:
+        """Register forecasts, reservations and the sidecars that make them."""
         self.fan_out_s = Histogram(
             "block_fan_out_seconds", "From requesting forecasts to the last reply.", buckets=SECONDS, registry=registry
         )
@@ -106,6 +119,9 @@ class SchedulerMetrics:
         self.releases = Counter(
             "block_releases", "Releases, by whether there was a reservation.", ("released",), registry=registry
         )
+
+    def _register_outcomes(self, registry: CollectorRegistry) -> None:
+        """Register lengths, and how requests end."""
         self.tags = Counter(
             "block_scheduler_tags", "Response lengths, by their source.", ("source",), registry=registry
         )

@@ -11,7 +11,8 @@ from typing import Any
 import grpc
 
 from protos.block.v1 import predictor_pb2
-from services.rpc.grpc_channel import GrpcCall, GrpcChannel
+from services.rpc.grpc_call import GrpcCall
+from services.rpc.grpc_channel import GrpcChannel
 
 PREDICTOR = predictor_pb2.DESCRIPTOR.services_by_name["Predictor"].full_name
 MAX_WAITING = 1000  # requests without a reply

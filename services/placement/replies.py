@@ -96,6 +96,15 @@ def conflict_of(response: predictor_pb2.ReserveResponse, request_id: str) -> Ans
     return Answer(CandidateStatus.FORECAST, forecast, response.version, response.epoch)
 
 
+def refusal_of(response: predictor_pb2.ReserveResponse) -> tuple[CandidateStatus, str]:
+    """Read why a reservation was refused: by the state of the engine, or because of the request."""
+    refusal = response.prediction.refusal
+    state = state_name(response.state)
+    if state in NOT_READY:
+        return NOT_READY[state][0], refusal.reason
+    return CandidateStatus.REFUSED, f"{refusal.field}: {refusal.reason}"
+
+
 def forecast_in(prediction: predictor_pb2.Prediction, request_id: str) -> tuple[Forecast | None, str]:
     """Return the forecast, or why the instance refuses the request."""
     if prediction.request_id != request_id:

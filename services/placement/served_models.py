@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from scheduler.instances import UnknownModelError
-from services.http.client import HttpClient, origin_of
+from services.http.client import HttpClient
 from services.http.json_body import reply_json
+from services.http.origin import origin_of
 from services.logs import log_event
 from services.placement.instance_handle import InstanceHandle
 from services.placement.instance_registry import InstanceRegistry

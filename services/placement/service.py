@@ -22,6 +22,7 @@ from services.http.prompt_tokens import PromptSizes, PromptTokens
 from services.http.request_facts import prompt_messages
 from services.http.trace_context import TRACEPARENT, trace_parent_from
 from services.logs import log_event
+from services.placement.current_request import CurrentRequest
 from services.placement.driver import PlacementDriver
 from services.placement.generation import Generation
 from services.placement.generation_spans import CANCELLED, GenerationSpans, bytes_of
@@ -171,12 +172,16 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
                 suspected=self._poison_suspects.inc,
             ),
             sizes=self._prompts.sizes,
-            engine_request=engine_request,
-            ask=ask,
-            message=request,
-            arrived_s=arrived_s,
-            waited_s=waited_s,
             spans=spans,
+            current=CurrentRequest(
+                driver=self._driver,
+                spans=spans,
+                engine_request=engine_request,
+                ask=ask,
+                message=request,
+                arrived_s=arrived_s,
+                waited_s=waited_s,
+            ),
         )
         with spans.recorded(f"{SERVICE}/Generate"):
             async with aclosing(generation.events()) as events:
@@ -205,7 +210,7 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
         context: Context,
     ) -> common_pb2.ReleaseResponse:
         """Pass the end of a request on to its instance's sidecar, and its outcome to the tagger."""
-        return await self._driver.release(request)
+        return await self._driver.outcomes.release(request)
 
     async def Explain(
         self,

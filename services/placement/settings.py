@@ -24,7 +24,7 @@ from services.http.continued_request import (
 )
 from services.http.kv_transfer import HandOverDeadline, KvConnectorName, require_kv_connector
 from services.http.prompt_tokens import BlockTokens, ChatTemplateFile, HashSeed, TokenizerFile
-from services.instances import require_address
+from services.instances.instance import require_address
 from services.objectives import ObjectivesFile
 from services.security.own_key import PartKeyFile
 from services.settings import Nested, Option

@@ -10,16 +10,19 @@ from typing import Any
 from google.protobuf.json_format import MessageToDict
 
 from protos.block.v1 import common_pb2, scheduler_pb2
-from services.http.client import Connection, Headers, HttpClient, ReadInterruptedError, origin_of, request_head
+from services.http.client import HttpClient
+from services.http.connection import Connection, ReadInterruptedError
 from services.http.data_parallel import with_rank
 from services.http.engine_arguments import arguments_of, with_arguments
+from services.http.headers import Headers, request_head
 from services.http.json_body import reply_json
 from services.http.kv_transfer import PrefilledPrompt, decode_body
 from services.http.openai_body import KV_TRANSFER_PARAMS, OpenAIRequest, conversation_texts, read_body
+from services.http.origin import origin_of
 from services.http.paths import CHAT, COMPLETIONS
 from services.http.proxying import OK, SERVER_ERROR
 from services.http.sse import DONE, StreamReader, data_of
-from services.instances import Instance
+from services.instances.instance import Instance
 
 MAX_ERROR_BYTES = 64 * 1024
 RETRIABLE = (408, 409, 425, 429)  # client errors that another engine may not return

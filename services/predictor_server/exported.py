@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 
-from predictor.adapter_times import AdapterTimes
-from predictor.approximations import UNKNOWN_PREFIXES, UNKNOWN_RANKS
+from predictor.approximations import UNKNOWN_PREFIXES, UNKNOWN_RANKS, not_modelled
 from predictor.batching import is_compiled
-from predictor.correction import Correction, CorrectionRule, RegionCorrection
 from predictor.data_parallel import DataParallelRank
 from predictor.engine import Engine
 from predictor.engine_replica import EngineReplica
@@ -24,74 +21,30 @@ from predictor.indicators import EngineCounters
 from predictor.lengths import Tag
 from predictor.lockstep_forecast import LockstepForecaster
 from predictor.profile import NO_TRANSIT, Profile, load_profile
-from predictor.profile_check import StepCheck, require_possible
+from predictor.profile_check import require_possible
 from predictor.request_group import Placeable
 from predictor.reserved_requests import ReportedLengths, ReservedRequests
 from predictor.snapshot import Snapshot
 from predictor.speculation import NO_DRAFTS, AcceptanceLearner, DraftTotals, approximations_of
-from predictor.step_time import region_of
 from predictor.vllm_versions import approximations_of as approximations_of_version
 from predictor.vllm_versions import rules_for
 from protos.block.v1 import common_pb2
 from services.engine_state.identity import client_id, parts_of
 from services.engine_state.layout import REASONS
 from services.engine_state.reader import Reader
-from services.engine_state.snapshot import config_of, reported_state, snapshot_from_view
+from services.engine_state.snapshot import config_of, not_modelled_by, reported_state, snapshot_from_view
 from services.engine_state.view import BUSY, CORRUPT, MISSING, UnreadableError, View
 from services.logs import log_event
 from services.predictor_server.engine_source import DownError
-from services.predictor_server.pass_records import PassRecords, RecordedStep, slowest_of
+from services.predictor_server.followed_engine import FollowedEngine
+from services.predictor_server.pass_records import LockstepSteps
+from services.predictor_server.step_corrections import StepCorrections
+from services.predictor_server.transfer_corrections import TransferCorrections
 
 log = logging.getLogger(__name__)
 
-# the properties of a step that its duration depends on
-STEP_SUMS = (
-    "num_tokens", "num_sampled", "num_decodes", "decode_context", "num_prefills", "prefill_qq", "prefill_qkv",
-    "decode_longest",
-)  # fmt: skip
-
-ADAPTER_LOADS = ("adapter_loads", "adapter_activations")
-OF_TRANSFERS = CorrectionRule(momentum=0.8, lowest=0.05, highest=50.0)  # a link's bandwidth is configured by guess
 FULL_READ_S = 0.25  # how often a file that does not change is read to learn whether its engine has ended
 COMPLETED = {REASONS.index("stop"), REASONS.index("length")}
-
-
-@dataclass(slots=True)
-class FollowedEngine:
-    """One engine process, with one size of its state file, and the replica that follows it.
-
-    By slot, `serials` has the request that was there at the last read; the other arrays have what is known about it.
-    """
-
-    view: View
-    replica: EngineReplica
-    forecaster: Forecaster
-    serials: np.ndarray
-    known_tokens: np.ndarray
-    tag_median: np.ndarray
-    tag_spread: np.ndarray
-    held_s: np.ndarray  # for which the blocks of a prefill leg are expected to be held; NaN: for the lease
-    learned: np.ndarray  # by slot, the request whose fetch has ended, and has been compared with its prediction
-
-    @classmethod
-    def with_replica(cls, view: View, replica: EngineReplica, forecaster: Forecaster) -> FollowedEngine:
-        """Start without knowledge of the requests."""
-        num_slots = len(view.live)
-        return cls(
-            view=view,
-            replica=replica,
-            forecaster=forecaster,
-            serials=np.zeros(num_slots, np.uint64),
-            known_tokens=np.zeros(num_slots, np.int64),
-            tag_median=np.full(num_slots, np.nan),
-            tag_spread=np.zeros(num_slots),
-            held_s=np.full(num_slots, np.nan),
-            learned=np.zeros(num_slots, np.uint64),
-        )
-
-    def is_of(self, view: View) -> bool:
-        """Return whether a view is of the same process and the same size of its file."""
-        return (view.life, view.generation) == (self.view.life, self.view.generation)
 
 
 class ExportedEngine:
@@ -105,25 +58,17 @@ class ExportedEngine:
         self._reader = Reader(path)
         self._profile = profile
         self._residual = residual
-        self._forget_s = forget_s
         self._followed: FollowedEngine | None = None
         self._view: EngineView | None = None
-        self.rank: DataParallelRank | None = None
-        self.passes = PassRecords()
-        self.beside: Callable[[], Sequence[PassRecords]] = tuple  # of the other ranks in lockstep
-        self._unmatched: list[RecordedStep] = []
+        self.lockstep = LockstepSteps()
         self._life = 0
         self._serial = 0  # of views
         self._transit = NO_TRANSIT
-        self._check: StepCheck | None = None  # of a configured profile; one that the engine names needs none
-        self._correction = RegionCorrection()
-        self._corrected_s = 0.0
-        self._transfers = Correction(rule=OF_TRANSFERS)
-        self._adapter_times = AdapterTimes()
-        self._num_fetched = 0
+        self._steps = StepCorrections(self._reader, self.lockstep, forget_s)
+        self._transfers = TransferCorrections()
         self._counters = EngineCounters()
         self._drafts = AcceptanceLearner(NO_DRAFTS)
-        self._num_steps = self._num_outcomes = 0  # that have been read
+        self._num_outcomes = 0  # that have been read
         self._read_s = 0.0
         self._reserved = ReservedRequests()
         self._shown: list[str] = []
@@ -214,8 +159,8 @@ class ExportedEngine:
             return followed
         followed.view = view
         self._note_arrivals(followed)
-        self._correct_pace(followed)
-        self._correct_transfers(followed)
+        self._steps.observe(followed)
+        self._transfers.observe(followed)
         self._learn_acceptance(followed)
         followed.replica.update(
             reported_state(
@@ -237,8 +182,8 @@ class ExportedEngine:
             overdue_s=0.0,
             serial=0,
             transit=self._transit,
-            counters=self._counters.values(view.clock_rate) | {"pace": self._correction.every.factor},
-            approximations=self._approximations(followed.replica.engine),
+            counters=self._counters.values(view.clock_rate) | {"pace": self._steps.factor},
+            approximations=self._approximations(followed),
         )
         return followed
 
@@ -247,7 +192,10 @@ class ExportedEngine:
         profile = self._profile or _profile_of(view)
         config = config_of(view, profile.transfer_settings)
         if self._profile is not None:
-            _require(require_possible, profile, config)
+            try:
+                require_possible(profile, config)
+            except ValueError as error:
+                raise UnreadableError(CORRUPT, str(error)) from None
         self._transit = profile.transit
         if view.life != self._life:
             log_event(log, logging.INFO, "engine found", source=view.settings.get("source"), profile=profile.name)
@@ -257,12 +205,10 @@ class ExportedEngine:
                     version=config.vllm_version, rules=rules.name,
                 )  # fmt: skip
             self._life = view.life
-            self._num_steps = self._num_outcomes = 0
-            self._unmatched = []
-            self._correction = RegionCorrection()
-            self._transfers, self._num_fetched = Correction(rule=OF_TRANSFERS), 0
-            self._adapter_times = AdapterTimes(load_s=config.lora_load_s, activate_s=config.lora_activate_s)
-            self._check = StepCheck(profile) if self._profile is not None else None
+            self._num_outcomes = 0
+            self.lockstep.restart()
+            self._steps.restart(self._profile, config)
+            self._transfers.restart()
             self._counters = EngineCounters()
             self._drafts = AcceptanceLearner(config.configured_drafts)
         replica = EngineReplica(
@@ -273,12 +219,12 @@ class ExportedEngine:
             track_blocks=view.contents is not None,
         )
         self._reserved.move_to(replica.engine)
-        self.rank = _rank_of(view)
+        self.lockstep.rank = _rank_of(view)
         return FollowedEngine.with_replica(view, replica, self._forecaster_for(replica.engine))
 
     def _forecaster_for(self, engine: Engine) -> Forecaster:
         """Make a forecaster; that of a rank in lockstep heeds the other ranks."""
-        if self.rank is not None and self.rank.lockstep is not None and is_compiled(engine.batcher):
+        if self.lockstep.is_in_lockstep and is_compiled(engine.batcher):
             return LockstepForecaster(engine)
         return Forecaster(engine)
 
@@ -297,8 +243,8 @@ class ExportedEngine:
         engine_view.overdue_s = followed.replica.late_s(engine_view.now_s) / view.clock_rate
         followed.replica.wait_until(engine_view.now_s)
         self._mark_changed()
-        if self._correction.every.ratios and now_s - self._corrected_s > self._forget_s:
-            self._forget_pace(followed, engine_view)
+        if self._steps.forget_old(followed, now_s):
+            engine_view.counters["pace"] = 1.0
         # an idle engine publishes nothing, and its last state stays true
         engine_view.age_s = max(0.0, now_s - int(view.state["written_ns"]) / 1e9) if view.steps else 0.0
         return engine_view
@@ -328,86 +274,11 @@ class ExportedEngine:
             self._mark_changed()
         self._counters.count_arrivals(len(new), time.monotonic())
 
-    def _correct_pace(self, followed: FollowedEngine) -> None:
-        """Compare the steps that have ended with their duration by the profile."""
-        num_steps = int(followed.view.state["num_steps"])
-        if num_steps != self._num_steps:
-            self._num_steps = num_steps
-            self._corrected_s = time.monotonic()
-            steps = self._recorded_steps(followed.replica)
-            if self._is_in_lockstep:  # by the next time, the other ranks' steps of the same passes have been read
-                for step in steps:
-                    self.passes.add(step)
-                steps, self._unmatched = [slowest_of(one, self.beside()) for one in self._unmatched], steps
-            for step in steps:
-                self._correction = self._correction.observe(
-                    step.region, predicted_s=step.predicted_s, real_s=step.real_s
-                )
-                if self._check is not None:
-                    self._check.observe(predicted_s=step.predicted_s, real_s=step.real_s)
-        elif self._check is not None and time.monotonic() - self._corrected_s > self._forget_s:
-            self._check.forget()  # as in `_forget_pace`
-        if self._check is not None:
-            _require(self._check.require_close)
-        followed.replica.engine.set_region_paces(self._correction.every.factor, self._correction.factors)
-        if followed.replica.engine.config.max_loras:
-            followed.replica.engine.set_adapter_times(self._adapter_times.load_s, self._adapter_times.activate_s)
-
-    def _learn_adapter_times(self, extra_s: float, num_loads: int, num_activations: int) -> None:
-        """Learn from a step that loaded adapters; its duration says nothing about the pace of others."""
-        self._adapter_times = self._adapter_times.observe(
-            num_loads=num_loads, num_activations=num_activations, extra_s=extra_s
-        )
-
-    @property
-    def _is_in_lockstep(self) -> bool:
-        return self.rank is not None and self.rank.lockstep is not None
-
-    def _recorded_steps(self, replica: EngineReplica) -> list[RecordedStep]:
-        """Read the steps that have ended, with their durations by the profile; without those that loaded adapters."""
-        records = self._reader.new_steps()
-        steps = []
-        for start_s, real_s, sums, loads in zip(
-            records["start_s"].tolist(),
-            records["seconds"].tolist(),
-            records[list(STEP_SUMS)].tolist(),
-            records[list(ADAPTER_LOADS)].tolist(),
-            strict=True,
-        ):
-            step = dict(zip(STEP_SUMS, sums, strict=True))
-            predicted_s = replica.step_seconds(**step)
-            if predicted_s is not None and any(loads):
-                self._learn_adapter_times(real_s - predicted_s * self._correction.every.factor, *loads)
-            elif predicted_s is not None:
-                region = region_of(step["num_tokens"], step["num_decodes"], step["num_prefills"])
-                steps.append(RecordedStep(start_s, real_s, predicted_s, region))
-        return steps
-
-    def _approximations(self, engine: Engine) -> tuple[str, ...]:
+    def _approximations(self, followed: FollowedEngine) -> tuple[str, ...]:
         """Return what all forecasts of an engine approximate."""
-        named = _approximations_of_model(engine)
-        knows_ranks = not self._is_in_lockstep or self.rank is None or len(self.beside()) + 1 >= self.rank.size
-        return named if knows_ranks else (*named, UNKNOWN_RANKS)
-
-    def _correct_transfers(self, followed: FollowedEngine) -> None:
-        """Compare the fetches that have ended with their duration by the engine's configuration."""
-        view, num_fetched = followed.view, int(followed.view.state["num_fetched"])
-        if num_fetched != self._num_fetched:
-            self._num_fetched = num_fetched
-            config = followed.replica.engine.config
-            alone = set(alone_on_the_link(view.live, view.slots))
-            for slot in view.slots[view.live["fetch_ended_s"][view.slots] >= 0].tolist():
-                live = view.live[slot]
-                if followed.learned[slot] == live["serial"]:
-                    continue
-                followed.learned[slot] = live["serial"]  # only now are all known that were fetched at the same time
-                if slot in alone:
-                    num_tokens = int(view.requests["prompt_tokens"][slot] - live["hit_tokens"])
-                    self._transfers = self._transfers.observe(
-                        predicted_s=config.transfer_s(num_tokens, -(-num_tokens // config.block_size)),
-                        real_s=float(live["fetch_ended_s"] - live["fetch_started_s"]),
-                    )
-        followed.replica.engine.set_transfer_pace(self._transfers.factor)
+        settings = map(not_modelled, not_modelled_by(followed.view))
+        named = (*_approximations_of_model(followed.replica.engine), *settings)
+        return named if self.lockstep.knows_all_ranks else (*named, UNKNOWN_RANKS)
 
     def _learn_acceptance(self, followed: FollowedEngine) -> None:
         """Learn how many draft tokens the engine proposes and accepts."""
@@ -421,20 +292,6 @@ class ExportedEngine:
             )
             if self._drafts.observe(totals) or engine.expected_drafts is not self._drafts.expected:
                 engine.expect_drafts(self._drafts.expected)
-
-    def _forget_pace(self, followed: FollowedEngine, view: EngineView) -> None:
-        """Return to the profile's pace: an engine that was slow gets no requests to show that it has recovered."""
-        self._correction = RegionCorrection()
-        followed.replica.engine.set_pace(1.0)
-        view.counters["pace"] = 1.0
-
-
-def _require(check: Callable[..., None], *arguments: Any) -> None:
-    """Make an engine unreadable if a check of its profile fails."""
-    try:
-        check(*arguments)
-    except ValueError as error:
-        raise UnreadableError(CORRUPT, str(error)) from None
 
 
 def _rank_of(view: View) -> DataParallelRank | None:
@@ -454,25 +311,16 @@ def _profile_of(view: View) -> Profile:
         raise UnreadableError(CORRUPT, f"{error}; or set --profile of the sidecar") from None
 
 
-def alone_on_the_link(live: np.ndarray, slots: np.ndarray) -> list[int]:
-    """Return the slots of requests whose blocks were fetched while no others were, so that one can predict the time."""
-    started_s, ended_s = live["fetch_started_s"][slots], live["fetch_ended_s"][slots]
-    has_started = started_s >= 0
-    slots, started_s, ended_s = slots[has_started], started_s[has_started], ended_s[has_started]
-    until_s = np.where(ended_s >= 0, ended_s, np.inf)
-    return [
-        int(slot)
-        for slot, start_s, end_s in zip(slots, started_s, ended_s, strict=True)
-        if end_s >= 0 and np.count_nonzero((started_s < end_s) & (until_s > start_s)) == 1
-    ]
-
-
 def _approximations_of_model(engine: Engine) -> tuple[str, ...]:
     """Return what the engine model approximates: without the contents of its blocks, hits are unknown."""
     knows_hits = engine.tracks_blocks or not engine.config.enable_prefix_caching
     drafts = approximations_of(engine.config.speculative_method, engine.expected_drafts)
     config = engine.config
-    version = approximations_of_version(config.vllm_version, speculates=bool(config.speculative_method))
+    version = approximations_of_version(
+        config.vllm_version,
+        speculates=bool(config.speculative_method),
+        overlaps_fetches=config.overlaps_fetches,
+    )
     return (*version, *drafts, *(() if knows_hits else (UNKNOWN_PREFIXES,)))
 
 

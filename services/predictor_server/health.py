@@ -8,8 +8,9 @@ import logging
 from predictor.engine_view import EngineView
 from protos.block.v1 import common_pb2
 from scheduler.circuit import CircuitState
-from services.http.client import HttpClient, Origin, origin_of
+from services.http.client import HttpClient
 from services.http.engine_client import engine_client
+from services.http.origin import Origin, origin_of
 from services.logs import log_event
 from services.predictor_server.engine_source import DownError
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry
 
 from predictor.engine_view import EndedRequest
 from scheduler.reservations import Reservation
+from services.metrics_by_instance import MetricsByInstance
 
 SECONDS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5)
 RATIOS = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0, 5.0)
@@ -21,73 +22,41 @@ class SidecarMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         """Register the metrics."""
-        self.predict_s = Histogram(
-            "block_predict_seconds",
-            "Time to refresh the view of an engine and to make forecasts.",
-            ("instance",),
-            buckets=SECONDS,
-            registry=registry,
+        register = MetricsByInstance(registry)
+        self.predict_s = register.histogram(
+            "block_predict_seconds", "Time to refresh the view of an engine and to make forecasts.", buckets=SECONDS
         )
-        self.forecasts = Counter("block_forecasts", "Requests forecast.", ("instance", "result"), registry=registry)
-        self.reserves = Counter(
-            "block_reserves", "Attempts to make a reservation.", ("instance", "result"), registry=registry
-        )
-        self.ended = Counter(
-            "block_reservations_ended", "Reservations that ended, and how.", ("instance", "how"), registry=registry
-        )
-        self.reservations = Gauge(
-            "block_reservations",
-            "Reserved requests that have not reached the engine.",
-            ("instance",),
-            registry=registry,
-        )
-        self.error = Histogram(
+        self.forecasts = register.counter("block_forecasts", "Requests forecast.", "result")
+        self.reserves = register.counter("block_reserves", "Attempts to make a reservation.", "result")
+        self.ended = register.counter("block_reservations_ended", "Reservations that ended, and how.", "how")
+        self.reservations = register.gauge("block_reservations", "Reserved requests that have not reached the engine.")
+        self.error = register.histogram(
             "block_forecast_error_ratio",
             "|predicted - actual| / actual of forecasts that requests were placed by.",
-            ("instance", "quantity"),
+            "quantity",
             buckets=RATIOS,
-            registry=registry,
         )
-        self.bias = Gauge(
-            "block_forecast_bias_ratio",
-            "(predicted - actual) / actual, smoothed.",
-            ("instance", "quantity"),
-            registry=registry,
+        self.bias = register.gauge("block_forecast_bias_ratio", "(predicted - actual) / actual, smoothed.", "quantity")
+        self.unmeasured = register.counter(
+            "block_unmeasured_forecasts_total", "Forecasts with steps outside of what the profile measured."
         )
-        self.unmeasured = Counter(
-            "block_unmeasured_forecasts_total",
-            "Forecasts with steps outside of what the profile measured.",
-            ("instance",),
-            registry=registry,
-        )
-        self.pace = Gauge(
-            "block_pace_ratio", "Real over predicted step time, smoothed.", ("instance",), registry=registry
-        )
-        self.profile_bias = Gauge(
+        self.pace = register.gauge("block_pace_ratio", "Real over predicted step time, smoothed.")
+        self.profile_bias = register.gauge(
             "block_profile_bias_ratio",
             "(replayed - measured) / measured of the last check of the profile: ttft, tpot, e2e, and step times.",
-            ("instance", "quantity"),
-            registry=registry,
+            "quantity",
         )
-        self.profile_holds = Gauge(
+        self.profile_holds = register.gauge(
             "block_profile_holds",
             "1 where the last check found the profile within its tolerance, else 0; absent before the first one.",
-            ("instance",),
-            registry=registry,
         )
-        self.profile_checks = Counter(
-            "block_profile_checks",
-            "Checks of the profile, and their results.",
-            ("instance", "result"),
-            registry=registry,
+        self.profile_checks = register.counter(
+            "block_profile_checks", "Checks of the profile, and their results.", "result"
         )
-        self.source = Gauge(
-            "block_state_source",
-            "1 for the source of the engine's state: exported or mirrored.",
-            ("instance", "source"),
-            registry=registry,
+        self.source = register.gauge(
+            "block_state_source", "1 for the source of the engine's state: exported or mirrored.", "source"
         )
-        self.up = Gauge("block_engine_up", "1 while the engine runs.", ("instance",), registry=registry)
+        self.up = register.gauge("block_engine_up", "1 while the engine runs.")
 
 
 class InstanceMetrics:
@@ -184,18 +153,11 @@ class MirrorMetrics:
 
     def __init__(self, registry: CollectorRegistry, instance_id: str, num_unknown: Callable[[], int]) -> None:
         """Register the metrics; `num_unknown` returns how many requests bypass the proxy."""
+        register = MetricsByInstance(registry)
         self._instance = instance_id
-        self._replies = Counter(
-            "block_proxy_requests",
-            "Replies to the engine's clients.",
-            ("instance", "path", "code"),
-            registry=registry,
-        )
-        unknown = Gauge(
-            "block_unknown_requests",
-            "Requests on the engine that did not come through the proxy.",
-            ("instance",),
-            registry=registry,
+        self._replies = register.counter("block_proxy_requests", "Replies to the engine's clients.", "path", "code")
+        unknown = register.gauge(
+            "block_unknown_requests", "Requests on the engine that did not come through the proxy."
         )
         unknown.labels(instance_id).set_function(num_unknown)
 

@@ -41,8 +41,9 @@ from predictor.snapshot import Snapshot
 from predictor.vllm_versions import release_of, rules_for
 from protos.block.v1 import common_pb2
 from services.engine_state import layout
-from services.http.client import HttpClient, Origin, origin_of
+from services.http.client import HttpClient
 from services.http.engine_client import engine_client
+from services.http.origin import Origin, origin_of
 from services.http.server import answering, listening
 from services.kv_events.metrics import KvEventCollectors, KvEventMetrics
 from services.kv_events.subscriber import stream_of, subscribed

@@ -1,10 +1,12 @@
-"""The last steps of a rank by their start, so that other ranks find the slowest one of each pass."""
+"""The last steps of ranks by their start: in lockstep, the slowest one of each pass determines how long all take."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
+
+from predictor.data_parallel import DataParallelRank
 
 MAX_RECORDS = 512
 WITHIN = 0.5  # of the step's time, by which starts of one pass differ at most
@@ -50,3 +52,38 @@ def slowest_of(step: RecordedStep, others: Iterable[PassRecords]) -> RecordedSte
     """Return the step that takes longest by the profile among those in one pass: it determines how long all take."""
     found = (records.in_pass_of(step) for records in others)
     return max([step, *(one for one in found if one is not None)], key=lambda one: one.predicted_s)
+
+
+class LockstepSteps:
+    """The steps of one engine among those of the other ranks that step together with it, if it is such a rank."""
+
+    def __init__(self) -> None:
+        """Know no rank yet."""
+        self.rank: DataParallelRank | None = None
+        self.passes = PassRecords()
+        self.beside: Callable[[], Sequence[PassRecords]] = tuple  # of the other ranks in lockstep
+        self._unmatched: list[RecordedStep] = []
+
+    @property
+    def is_in_lockstep(self) -> bool:
+        """Return whether the engine steps together with other ranks."""
+        return self.rank is not None and self.rank.lockstep is not None
+
+    @property
+    def knows_all_ranks(self) -> bool:
+        """Return whether the steps of all ranks are known that determine those of the engine."""
+        return not self.is_in_lockstep or self.rank is None or len(self.beside()) + 1 >= self.rank.size
+
+    def restart(self) -> None:
+        """Forget the steps of a process that has ended."""
+        self._unmatched = []
+
+    def slowest(self, steps: list[RecordedStep]) -> list[RecordedStep]:
+        """Return the steps to compare with their predictions; in lockstep, the slowest ones of earlier passes."""
+        if not self.is_in_lockstep:
+            return steps
+        for step in steps:
+            self.passes.add(step)
+        # by the next time, the other ranks' steps of the same passes have been read
+        slowest, self._unmatched = [slowest_of(one, self.beside()) for one in self._unmatched], steps
+        return slowest

@@ -13,11 +13,14 @@ from prometheus_client import CollectorRegistry
 
 from predictor.mirror.events import RequestArrived
 from services.http.application import JSON, REQUEST_ID, Application, Call, Endpoint, Scope, while_client_stays
-from services.http.client import ConnectError, Connection, Headers, HttpClient, Origin, request_head
+from services.http.client import HttpClient
+from services.http.connection import ConnectError, Connection
 from services.http.endpoints import ENDPOINTS, UNPLACED, EngineEndpoint
 from services.http.errors import ApiError
+from services.http.headers import Headers, request_head
 from services.http.json_body import reply_json
 from services.http.json_fields import LONGEST_NAME
+from services.http.origin import Origin
 from services.http.prompt_tokens import PromptSizes
 from services.http.proxying import is_event_stream, without_hops
 from services.http.reply_format import ReplyFormat

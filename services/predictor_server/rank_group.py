@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+from predictor.engine import Engine
 from predictor.lockstep_forecast import LockstepForecaster, RankPasses
 from predictor.reserved_requests import ReportedLengths
 from services.logs import log_event
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from services.predictor_server.sidecar import Sidecar
 
 log = logging.getLogger(__name__)
+
+FollowedView = tuple[Engine, int]  # an engine model, and the serial number of its view
 
 
 class RankGroup:
@@ -30,7 +33,7 @@ class RankGroup:
     def __init__(self) -> None:
         """Know no sidecar yet."""
         self._sidecars: list[Sidecar] = []
-        self._passes: dict[ExportedEngine, tuple[tuple[int, int], RankPasses]] = {}  # with the view that they are of
+        self._passes: dict[ExportedEngine, tuple[FollowedView, RankPasses]] = {}  # with the view that they are of
         self._beside: dict[ExportedEngine, object] = {}  # the views that a forecaster was set to
         self._lengths = ReportedLengths()
         self._moving: set[asyncio.Task[None]] = set()
@@ -41,7 +44,7 @@ class RankGroup:
         sidecar.ranks = self
         sidecar.source.lengths = self._lengths
         if isinstance(sidecar.source, ExportedEngine):
-            sidecar.source.beside = partial(self._passes_beside, sidecar.source)
+            sidecar.source.lockstep.beside = partial(self._passes_beside, sidecar.source)
 
     def prepare(self, sidecar: Sidecar) -> None:
         """Set the forecaster of a rank in lockstep to the present steps of the others."""
@@ -52,9 +55,9 @@ class RankGroup:
         assert isinstance(source, ExportedEngine)
         followed = [(self._followed(one), one) for one in self._others(source)]
         known = [key for key, _ in followed if key is not None]
-        if self._beside.get(source) != (id(view.forecaster), view.serial, known):
+        if self._beside.get(source) != (view.forecaster, view.serial, known):
             view.forecaster.beside([self._passes[one][1] for key, one in followed if key is not None])
-            self._beside[source] = (id(view.forecaster), view.serial, known)
+            self._beside[source] = (view.forecaster, view.serial, known)
 
     def shown(self, sidecar: Sidecar, names: Sequence[str]) -> None:
         """Release what is reserved at other ranks for requests that a rank shows."""
@@ -83,7 +86,7 @@ class RankGroup:
 
     def _others(self, source: ExportedEngine) -> list[ExportedEngine]:
         """Return the engines that are other ranks of the same group."""
-        rank = source.rank
+        rank = source.lockstep.rank
         if rank is None:
             return []
         others = (one.source for one in self._sidecars)
@@ -92,20 +95,20 @@ class RankGroup:
             for one in others
             if isinstance(one, ExportedEngine)
             and one is not source
-            and one.rank is not None
-            and one.rank.group == rank.group
+            and one.lockstep.rank is not None
+            and one.lockstep.rank.group == rank.group
         ]
 
     def _passes_beside(self, source: ExportedEngine) -> list[PassRecords]:
         """Return the recorded steps of the other ranks."""
-        return [one.passes for one in self._others(source)]
+        return [one.lockstep.passes for one in self._others(source)]
 
-    def _followed(self, source: ExportedEngine) -> tuple[int, int] | None:
+    def _followed(self, source: ExportedEngine) -> FollowedView | None:
         """Bring the passes of a rank to its last view; None where its state is not known."""
         view = source.current()
         if view is None:
             return None
-        key = (id(view.engine), view.serial)
+        key = (view.engine, view.serial)
         known = self._passes.get(source)
         if known is None or known[0] != key:
             passes = RankPasses() if known is None else known[1]

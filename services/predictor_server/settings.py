@@ -11,8 +11,8 @@ from predictor.config import EngineConfig
 from predictor.lengths import DEFAULT_RESIDUAL, RESIDUALS
 from predictor.mirror.engine_kinds import AUTO, ENGINE_KINDS
 from predictor.suggestions import require_known
-from services.http.client import origin_of
 from services.http.limits import HttpLimits
+from services.http.origin import origin_of
 from services.kv_events.settings import KvEventSettings
 from services.predictor_server.profile_watch_settings import ProfileWatchSettings
 from services.security.exposure import require_tls_beyond_loopback

@@ -23,8 +23,9 @@ from predictor.fitting.kernel_plan import (
 )
 from predictor.fitting.kernel_profile import Timings, times_a_step
 from predictor.fitting.model_shard import Share
+from services.profiling.torch_attention import attention_for
 from services.profiling.torch_device import Stopwatch, stopwatch_for
-from services.profiling.torch_kernels import TorchLayer, attention_for
+from services.profiling.torch_kernels import TorchLayer
 
 Progress = Callable[[float], None]
 OutOfMemoryError = torch.cuda.OutOfMemoryError

@@ -17,7 +17,8 @@ from pathlib import Path
 from predictor.fitting.engine_profile import EngineMeasurement, profile_name, profile_of
 from predictor.profile import Profile
 from predictor.request import SERVE
-from services.http.client import HttpClient, origin_of
+from services.http.client import HttpClient
+from services.http.origin import origin_of
 from services.profiling.measuring import MeasurementOptions, Progress, measure
 
 NVIDIA_SMI_TIMEOUT_S = 10.0

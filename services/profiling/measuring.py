@@ -16,7 +16,7 @@ from predictor.fitting.measurement_batches import Batch, BatchItem, BatchLimits,
 from predictor.request import LEGS, SERVE
 from services.engine_state.observer import EngineObserver, ObservedBatch, all_outcomes, all_steps
 from services.engine_state.view import UnreadableError
-from services.http.client import Origin
+from services.http.origin import Origin
 from services.profiling.prompt_sender import PromptSender, SentRequest
 
 POLL_S = 0.02

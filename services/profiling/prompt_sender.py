@@ -11,8 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from predictor.fitting.measurement_batches import BatchItem
-from services.http.client import Connection, HttpClient, Origin, request_head
+from services.http.client import HttpClient
+from services.http.connection import Connection
 from services.http.engine_identity import EngineIdentity, engine_identity
+from services.http.headers import request_head
+from services.http.origin import Origin
 
 TIMEOUT_S = 30.0
 NO_TIMEOUT_S = 1e6  # the caller has a deadline of its own

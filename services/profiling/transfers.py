@@ -23,10 +23,10 @@ from prometheus_client.samples import Sample
 
 from predictor.fitting.kv_transfers import FittedTransfers, MeasuredTransfer, fit_transfers
 from predictor.fitting.measurement_batches import BatchItem
-from services.http.client import Origin, origin_of
 from services.http.engine_identity import difference
 from services.http.kv_transfer import REMOTE_DECODE
 from services.http.openai_body import KV_TRANSFER_PARAMS
+from services.http.origin import Origin, origin_of
 from services.profiling.prompt_sender import PromptSender
 
 SIZES = 8  # different lengths of prompts

@@ -1,4 +1,4 @@
-"""The leader among provisioners: follows the instances, plans actions, and carries them out.
+"""The leader among provisioners: follows the instances, plans actions, and has them carried out.
 
 Each action is written to the journal first. After a crash the next leader continues the same actions under the same
 ids, and hooks ignore those that are done already.
@@ -8,24 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from protos.block.v1 import common_pb2
 from protos.block.v1 import provisioner_pb2 as pb
-from scheduler.backoff import Backoff
 from scheduler.provisioning.planner import DRAIN, NOTHING, START, ScalingDecision
 from scheduler.provisioning.tier_planner import TierMove
-from services.drains import NEVER, Drain
 from services.logs import log_event
-from services.provisioner_server.hooks import Hook, HookError
+from services.provisioner_server.action_runner import ActionRunner
+from services.provisioner_server.hooks import Hook
 from services.provisioner_server.journal import Journal
 from services.provisioner_server.lease import Lease
 from services.provisioner_server.metrics import STATES, ProvisionerMetrics
 from services.provisioner_server.pool import Pool
-from services.provisioner_server.roster import DRAINING, READY, STARTING, Member, Roster
+from services.provisioner_server.roster import READY, STARTING, Member, Roster
 from services.provisioner_server.sidecars import Condition, Sidecars
 from services.provisioner_server.tiers import TierMoves, action_from
 from services.security.own_key import own_key
@@ -33,7 +31,6 @@ from services.security.own_key import own_key
 log = logging.getLogger(__name__)
 
 JOURNAL, ROSTER, INSTANCES, LEASE = "journal.jsonl", "roster.json", "instances.json", "lease"
-RETRY = Backoff(first_s=0.5, max_s=30.0, random=random.random)
 KINDS = {START: pb.ACTION_KIND_START, DRAIN: pb.ACTION_KIND_DRAIN}
 
 
@@ -46,9 +43,8 @@ class Leader:
         self._settings = pool.settings
         self._folder = Path(self._settings.folder)
         self._sidecars = Sidecars(own_key(self._settings.part_key_file))
-        self._journal: Journal | None = None
+        self._runner: ActionRunner | None = None  # while it leads
         self._roster = Roster(self._folder / ROSTER, self._folder / INSTANCES)
-        self._retry_at_s: dict[str, float] = {}  # by failed action
         self._last_planned: tuple[str, int] = (NOTHING, 0)  # in a dry run
         self._last_moves: Sequence[TierMove] = ()  # in a dry run
         self.tiers = TierMoves(pool)
@@ -68,19 +64,19 @@ class Leader:
         if not await self._lease.held():
             self._resign()
             return
-        if self._journal is None:
+        if self._runner is None:
             self._take_over()
-        assert self._journal is not None
-        await self._update(self._journal)
-        for action in self._journal.under_way():
+        assert self._runner is not None
+        await self._update(self._runner)
+        for action in self._runner.journal.under_way():
             if not await self._lease.held():  # it may have expired during a slow hook
                 self._resign()
                 return
-            await self._continue(self._journal, action)
-        await self._plan_tiers(self._journal)
-        if self._journal is None:  # the lease was lost meanwhile
+            await self._runner.carry_out(action)
+        await self._plan_tiers(self._runner)
+        if self._runner is None:  # the lease was lost meanwhile
             return
-        self._plan(self._journal)
+        self._plan(self._runner)
         self._measure()
 
     async def close(self) -> None:
@@ -93,8 +89,8 @@ class Leader:
 
     @property
     def leads(self) -> bool:
-        """Tell whether this provisioner is the leader."""
-        return self._journal is not None
+        """Whether this provisioner is the leader."""
+        return self._runner is not None
 
     async def holder(self) -> str:
         """Return the id of the leader."""
@@ -110,49 +106,51 @@ class Leader:
         return self._folder / JOURNAL
 
     def _take_over(self) -> None:
-        self._journal = Journal(self.journal_path)
+        journal = Journal(self.journal_path)
         self._roster = Roster(self._folder / ROSTER, self._folder / INSTANCES)
+        self._runner = ActionRunner(
+            self._settings, journal, self._roster, hook=self._hook, sidecars=self._sidecars, tiers=self.tiers,
+            metrics=self._metrics,
+        )  # fmt: skip
         self.tiers.refresh(self._roster)
         self._roster.put()  # writes the file that schedulers watch
-        self._retry_at_s.clear()
         self._metrics.leads.set(1)
         log_event(log, logging.INFO, "became leader", pool=self._settings.pool, id=self._settings.provisioner_id,
-            under_way=len(self._journal.under_way()))  # fmt: skip
+            under_way=len(journal.under_way()))  # fmt: skip
 
     def _resign(self) -> None:
-        if self._journal is not None:
+        if self._runner is not None:
             log_event(log, logging.WARNING, "no longer leader", pool=self._settings.pool)
-        self._journal = None
+        self._runner = None
         self._metrics.leads.set(0)
 
     # Instances.
 
-    async def _update(self, journal: Journal) -> None:
+    async def _update(self, runner: ActionRunner) -> None:
         """Note the instances that became ready, that are gone, and that never became ready."""
         found = await self._hook.instances()
         if found is not None:
-            self._adopt(journal, {one.instance_id: one for one in found})
+            self._adopt(runner, {one.instance_id: one for one in found})
         now_s = time.time()
         conditions = await self._sidecars.conditions(self._roster.in_state(STARTING))
         timeout_s = self._pool.history.cold_starts.given_up_after_s
         for member in self._roster.in_state(STARTING):
             if conditions.get(member.instance_id, Condition()).is_ready:
                 self._became_ready(member, now_s)
-            elif now_s - member.asked_unix_s > timeout_s and not self._is_stopped(journal, member.instance_id):
-                self._give_up(journal, member, f"not ready after {now_s - member.asked_unix_s:.0f} s")
+            elif now_s - member.asked_unix_s > timeout_s and not runner.is_stopped(member.instance_id):
+                self._give_up(runner, member, f"not ready after {now_s - member.asked_unix_s:.0f} s")
 
-    def _adopt(self, journal: Journal, found: dict[str, common_pb2.Instance]) -> None:
+    def _adopt(self, runner: ActionRunner, found: dict[str, common_pb2.Instance]) -> None:
         """Add instances that the hook reports, and remove those that it no longer reports."""
         now_s = time.time()
         for member in list(self._roster):
             if member.has_address and member.instance_id not in found:
-                if member.state == STARTING and not self._is_stopped(journal, member.instance_id):
-                    self._give_up(journal, member, "ended before it was ready")
+                if member.state == STARTING and not runner.is_stopped(member.instance_id):
+                    self._give_up(runner, member, "ended before it was ready")
                 elif member.state == READY:
                     log_event(log, logging.WARNING, "instance disappeared", instance=member.instance_id)
                     self._roster.drop(member.instance_id)
-        if any(action.kind == pb.ACTION_KIND_START and action.state == pb.ACTION_STATE_WRITTEN
-               for action in journal.under_way()):  # fmt: skip
+        if runner.unstarted():
             return  # which instances it started is not known yet
         unaddressed = [member for member in self._roster.in_state(STARTING) if not member.has_address]
         for name, instance in found.items():
@@ -180,141 +178,19 @@ class Leader:
         self._roster.change(member.instance_id, now_s, state=READY)
         log_event(log, logging.INFO, "instance ready", instance=member.instance_id, cold_start_s=round(took_s, 3))
 
-    def _give_up(self, journal: Journal, member: Member, why: str) -> None:
+    def _give_up(self, runner: ActionRunner, member: Member, why: str) -> None:
         """Stop an instance that did not become ready; the next plan replaces it if it is still needed."""
         self._metrics.given_up.inc()
         log_event(log, logging.ERROR, "instance given up", instance=member.instance_id, reason=why)
         action = pb.Action(
-            action_id=journal.next_id(self._settings.pool), kind=pb.ACTION_KIND_STOP, pool=self._settings.pool,
+            action_id=runner.journal.next_id(self._settings.pool), kind=pb.ACTION_KIND_STOP, pool=self._settings.pool,
             model=self._settings.model, instance_ids=[member.instance_id], rule="-", why=why,
             num_present=self._num_present(), decided_unix_s=time.time(), state=pb.ACTION_STATE_WRITTEN,
         )  # fmt: skip
-        self._write(journal, action)
-
-    def _is_stopped(self, journal: Journal, instance_id: str) -> bool:
-        return any(
-            action.kind == pb.ACTION_KIND_STOP and instance_id in action.instance_ids for action in journal.under_way()
-        )
+        runner.write(action)
 
     def _num_present(self) -> int:
         return len(self._roster.in_state(STARTING, READY))
-
-    # Actions.
-
-    async def _continue(self, journal: Journal, action: pb.Action) -> None:
-        if self._retry_at_s.get(action.action_id, 0.0) > time.monotonic():
-            return
-        if action.kind == pb.ACTION_KIND_START:
-            if action.state == pb.ACTION_STATE_WRITTEN:
-                await self._start(journal, action)
-            else:
-                self._finish_start(journal, action)
-        elif action.kind == pb.ACTION_KIND_DRAIN:
-            await self._drain(journal, action)
-        elif action.kind == pb.ACTION_KIND_MOVE:
-            self._move(journal, action)
-        elif await self._call_hook(journal, action) is not None:
-            self._roster.drop(*action.instance_ids)
-            self._write(journal, action, pb.ACTION_STATE_DONE)
-
-    async def _start(self, journal: Journal, action: pb.Action) -> None:
-        action.num_desired = len(list(self._roster)) + sum(
-            one.num_instances
-            for one in journal.under_way()
-            if one.kind == pb.ACTION_KIND_START and one.state == pb.ACTION_STATE_WRITTEN
-        )
-        reply = await self._call_hook(journal, action)
-        if reply is None:
-            return
-        reported = list(reply.instances)[: action.num_instances]
-        names = [one.instance_id for one in reported]
-        names += [f"{action.action_id}-{number}" for number in range(len(reported), action.num_instances)]
-        addresses = {one.instance_id: one for one in reported}
-        self._roster.put(
-            *(
-                Member(
-                    instance_id=name, action_id=action.action_id, asked_unix_s=action.decided_unix_s,
-                    since_unix_s=time.time(), engine_url=addresses[name].engine_url if name in addresses else "",
-                    sidecar_address=addresses[name].sidecar_address if name in addresses else "",
-                    models=(self._settings.model,) if self._settings.model else (),
-                )
-                for name in names if self._roster.find(name) is None
-            )
-        )  # fmt: skip
-        self._write(journal, action, pb.ACTION_STATE_CALLED)
-
-    def _finish_start(self, journal: Journal, action: pb.Action) -> None:
-        """End a start action once none of its instances is starting."""
-        started = [member for member in self._roster if member.action_id == action.action_id]
-        if any(member.state == STARTING for member in started):
-            return
-        self._write(journal, action, pb.ACTION_STATE_DONE if started else pb.ACTION_STATE_GIVEN_UP)
-
-    async def _drain(self, journal: Journal, action: pb.Action) -> None:
-        """Mark instances as draining, wait for their requests, and only then remove them.
-
-        Requests that are left after `migrate_s` move to other instances; the times are in the roster, so that they
-        hold for the next leader and without one.
-        """
-        now_s = time.time()
-        draining = [member for name in action.instance_ids if (member := self._roster.find(name)) is not None]
-        for member in draining:
-            if member.state != DRAINING:
-                drain = Drain(deadline_unix_s=now_s + self._settings.migrate_s) if self._settings.migrate else NEVER
-                self._roster.change(member.instance_id, now_s, state=DRAINING, drain=drain.table())
-        draining = [member for name in action.instance_ids if (member := self._roster.find(name)) is not None]
-        conditions = await self._sidecars.conditions(draining)
-        for member in draining:
-            since_s = now_s - member.since_unix_s
-            busy = conditions.get(member.instance_id, Condition()).num_requests != 0
-            if since_s < self._settings.settle_s or (busy and since_s < self._settings.drain_s):
-                return
-        action.num_desired = len(list(self._roster)) - len(draining)
-        if await self._call_hook(journal, action) is None:
-            return
-        await self._sidecars.forget(*(member.sidecar_address for member in draining))
-        self._roster.drop(*action.instance_ids)
-        self._write(journal, action, pb.ACTION_STATE_DONE)
-
-    def _move(self, journal: Journal, action: pb.Action) -> None:
-        """Write the tiers of instances into the roster, where they have one each; no hook is needed."""
-        self.tiers.apply(self._roster, action.moves)
-        self._write(journal, action, pb.ACTION_STATE_DONE)
-
-    async def _call_hook(self, journal: Journal, action: pb.Action) -> pb.HookReply | None:
-        """Call the hook; None where it failed, and the action is retried later or has failed for good."""
-        action.attempt += 1
-        try:
-            return await self._hook.act(action)
-        except HookError as error:
-            log_event(log, logging.WARNING, "action failed", action=action.action_id, attempt=action.attempt,
-                reason=str(error))  # fmt: skip
-            if error.permanent or action.attempt >= self._settings.attempts:
-                self._failed(journal, action, str(error))
-                return None
-            self._write(journal, action, pb.ACTION_STATE_WRITTEN)
-            self._retry_at_s[action.action_id] = time.monotonic() + RETRY.pause_s(action.attempt - 1)
-            return None
-
-    def _failed(self, journal: Journal, action: pb.Action, reason: str) -> None:
-        action.why = f"{action.why}; failed: {reason}"
-        self._write(journal, action, pb.ACTION_STATE_FAILED)
-        log_event(log, logging.ERROR, "action failed for good", action=action.action_id, reason=reason)
-        if action.kind == pb.ACTION_KIND_STOP:
-            self._roster.drop(*action.instance_ids)
-        for name in action.instance_ids:
-            if action.kind == pb.ACTION_KIND_DRAIN and self._roster.find(name) is not None:
-                self._roster.change(name, time.time(), state=READY, drain={})
-
-    def _write(
-        self, journal: Journal, action: pb.Action, state: pb.ActionState.ValueType = pb.ACTION_STATE_WRITTEN
-    ) -> None:
-        action.state = state
-        journal.write(action, time.time())
-        self._metrics.actions.labels(
-            pb.ActionKind.Name(action.kind).removeprefix("ACTION_KIND_").lower(),
-            pb.ActionState.Name(state).removeprefix("ACTION_STATE_").lower(),
-        ).inc()
 
     # Plans.
 
@@ -340,12 +216,8 @@ class Leader:
         )
 
     def _num_starting(self, roster: Roster) -> int:
-        waiting = [] if self._journal is None else self._journal.under_way()
-        return len(roster.in_state(STARTING)) + sum(
-            action.num_instances
-            for action in waiting
-            if action.kind == pb.ACTION_KIND_START and action.state == pb.ACTION_STATE_WRITTEN
-        )
+        unstarted = [] if self._runner is None else self._runner.unstarted()
+        return len(roster.in_state(STARTING)) + sum(action.num_instances for action in unstarted)
 
     def action_from(self, decision: ScalingDecision, action_id: str, rule: str = "") -> pb.Action:
         """Convert a decision to an action."""
@@ -366,26 +238,26 @@ class Leader:
             state=pb.ACTION_STATE_PLANNED,
         )
 
-    def _plan(self, journal: Journal) -> None:
+    def _plan(self, runner: ActionRunner) -> None:
         decision = self.decide()
         self._metrics.desired.labels(self._settings.pool).set(decision.num_desired)
         if decision.kind == NOTHING:
             self._last_planned = (NOTHING, 0)
             return
-        action = self.action_from(decision, journal.next_id(self._settings.pool))
+        action = self.action_from(decision, runner.journal.next_id(self._settings.pool))
         if self._settings.dry_run:
             if self._last_planned != (decision.kind, decision.num_desired):
                 self._last_planned = (decision.kind, decision.num_desired)
-                self._write(journal, action, pb.ACTION_STATE_PLANNED)
+                runner.write(action, pb.ACTION_STATE_PLANNED)
             return
-        self._write(journal, action)
+        runner.write(action)
         self._pool.started(decision)
         log_event(
             log, logging.INFO, "action planned", action=action.action_id, kind=decision.kind,
             num_desired=decision.num_desired, ids=",".join(decision.instance_ids), why=decision.why,
         )  # fmt: skip
 
-    async def _plan_tiers(self, journal: Journal) -> None:
+    async def _plan_tiers(self, runner: ActionRunner) -> None:
         """Move instances between tiers; all moves of a moment are one action."""
         if not self._pool.tiers:
             return
@@ -395,13 +267,13 @@ class Leader:
             return
         if not moves or (self._settings.dry_run and moves == self._last_moves):
             return
-        action = action_from(moves, journal.next_id(self._settings.pool), self._pool, self._num_present())
+        action = action_from(moves, runner.journal.next_id(self._settings.pool), self._pool, self._num_present())
         if self._settings.dry_run:
             self._last_moves = moves
-            self._write(journal, action, pb.ACTION_STATE_PLANNED)
+            runner.write(action, pb.ACTION_STATE_PLANNED)
             return
-        self._write(journal, action)
-        self._move(journal, action)
+        runner.write(action)
+        runner.move(action)
         log_event(log, logging.INFO, "instances moved", action=action.action_id, why=action.why)
 
     def _measure(self) -> None:

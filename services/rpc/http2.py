@@ -7,7 +7,6 @@ that of the library h2 (scripts/bench_rpc.py); a scheduler sends and receives on
 from __future__ import annotations
 
 import asyncio
-import struct
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,54 +14,60 @@ from typing import Protocol, cast
 
 from hpack import Decoder, HPACKError
 
+from services.rpc.http2_frames import (
+    ACK,
+    CANCEL,
+    COMPRESSION_ERROR,
+    CONTINUATION,
+    DATA,
+    DEFAULT_WINDOW,
+    ENABLE_PUSH,
+    END_HEADERS,
+    END_STREAM,
+    ENHANCE_YOUR_CALM,
+    FIXED_LENGTHS,
+    FLOW_CONTROL_ERROR,
+    FRAME,
+    FRAME_SIZE_ERROR,
+    GOAWAY,
+    HEADERS,
+    INITIAL_WINDOW_SIZE,
+    INTERNAL_ERROR,
+    MAX_CONCURRENT_STREAMS,
+    MAX_FRAME_BYTES,
+    MAX_FRAME_SIZE,
+    MAX_STREAM_ID,
+    MAX_WINDOW,
+    NO_ERROR,
+    NUMBER,
+    OF_CONNECTION,
+    OF_STREAM,
+    PADDED,
+    PING,
+    PREFACE,
+    PRIORITY,
+    PROTOCOL_ERROR,
+    PUSH_PROMISE,
+    REFUSED_STREAM,
+    RST_STREAM,
+    SETTING,
+    SETTINGS,
+    WINDOW_UPDATE,
+    WITH_PRIORITY,
+    Http2Error,
+    LostError,
+    frame_of,
+    unpadded,
+)
 from services.security.handshakes import reason_in
 
 Headers = list[tuple[bytes, bytes]]
 
-PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = range(10)
-END_STREAM = ACK = 0x1
-END_HEADERS, PADDED, WITH_PRIORITY = 0x4, 0x8, 0x20
-FIXED_LENGTHS = {PRIORITY: 5, RST_STREAM: 4, PING: 8, WINDOW_UPDATE: 4}
-OF_CONNECTION = frozenset((SETTINGS, PING, GOAWAY))
-OF_STREAM = frozenset((DATA, HEADERS, PRIORITY, RST_STREAM, CONTINUATION))
-
-NO_ERROR, PROTOCOL_ERROR, INTERNAL_ERROR, FLOW_CONTROL_ERROR, SETTINGS_TIMEOUT, STREAM_CLOSED = range(6)
-FRAME_SIZE_ERROR, REFUSED_STREAM, CANCEL, COMPRESSION_ERROR, CONNECT_ERROR, ENHANCE_YOUR_CALM = range(6, 12)
-INADEQUATE_SECURITY = 12
-
-ENABLE_PUSH, MAX_CONCURRENT_STREAMS, INITIAL_WINDOW_SIZE, MAX_FRAME_SIZE = 2, 3, 4, 5
-
-FRAME = struct.Struct(">HBBBL")
-SETTING = struct.Struct(">HL")
-NUMBER = struct.Struct(">L")
-
-MAX_FRAME_BYTES = 16_384  # that we accept; servers may accept more, which small messages do not need
 MAX_HEADER_BYTES = 64 * 1024
 MAX_UNSENT_BYTES = 16 * 2**20  # of a stream, that wait for the server's flow control
-MAX_WINDOW = 2**31 - 1
-DEFAULT_WINDOW = 65_535
 STREAM_WINDOW = 4 * 2**20
 CONNECTION_WINDOW = 16 * 2**20
-MAX_STREAM_ID = 2**31 - 1
 MAX_UNREAD_ACKS = 1000  # of a server that does not read
-
-
-class Http2Error(ConnectionError):
-    """A stream or the connection failed, with an error code of HTTP/2."""
-
-    def __init__(self, code: int, reason: str) -> None:
-        """Keep the code."""
-        super().__init__(reason)
-        self.code = code
-
-
-class LostError(Http2Error):
-    """The connection ended."""
-
-    def __init__(self, reason: str) -> None:
-        """Take what is known about its end."""
-        super().__init__(CANCEL, reason)
 
 
 class StreamListener(Protocol):
@@ -140,8 +145,8 @@ class Http2Connection(asyncio.Protocol):
         self._transport = transport = cast("asyncio.Transport", transport)
         settings = SETTING.pack(ENABLE_PUSH, 0) + SETTING.pack(INITIAL_WINDOW_SIZE, STREAM_WINDOW)
         transport.write(
-            PREFACE + _frame(SETTINGS, 0, 0, settings)
-            + _frame(WINDOW_UPDATE, 0, 0, NUMBER.pack(CONNECTION_WINDOW - DEFAULT_WINDOW))
+            PREFACE + frame_of(SETTINGS, 0, 0, settings)
+            + frame_of(WINDOW_UPDATE, 0, 0, NUMBER.pack(CONNECTION_WINDOW - DEFAULT_WINDOW))
         )  # fmt: skip
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -200,7 +205,7 @@ class Http2Connection(asyncio.Protocol):
             raise Http2Error(INTERNAL_ERROR, f"the headers have {len(headers)} bytes")
         stream = self._streams[self._next_id] = Http2Stream(self._next_id, listener, self._initial_window)
         self._next_id += 2
-        self._transport.write(_frame(HEADERS, END_HEADERS, stream.id, headers))
+        self._transport.write(frame_of(HEADERS, END_HEADERS, stream.id, headers))
         if self._next_id > MAX_STREAM_ID:
             self._stop_opening("all stream numbers are used")
         return stream
@@ -226,13 +231,13 @@ class Http2Connection(asyncio.Protocol):
     def reset(self, stream: Http2Stream, code: int = CANCEL) -> None:
         """End a stream now, without a call to its listener."""
         if self._streams.pop(stream.id, None) is not None and self._transport is not None:
-            self._transport.write(_frame(RST_STREAM, 0, stream.id, NUMBER.pack(code)))
+            self._transport.write(frame_of(RST_STREAM, 0, stream.id, NUMBER.pack(code)))
             self._close_if_done()
 
     def ping(self) -> None:
         """Have the server answer."""
         if self._transport is not None:
-            self._transport.write(_frame(PING, 0, 0, bytes(8)))
+            self._transport.write(frame_of(PING, 0, 0, bytes(8)))
 
     def abort(self, reason: str) -> None:
         """Close the connection now; streams end with LostError."""
@@ -264,7 +269,7 @@ class Http2Connection(asyncio.Protocol):
                 stream.unsent.popleft()
             else:
                 stream.unsent[0] = (data[size:], end)
-            self._transport.write(_frame(DATA, END_STREAM if is_last else 0, stream.id, data[:size]))
+            self._transport.write(frame_of(DATA, END_STREAM if is_last else 0, stream.id, data[:size]))
 
     # Frames.
 
@@ -289,7 +294,7 @@ class Http2Connection(asyncio.Protocol):
         if self._receive_window < 0:
             raise Http2Error(FLOW_CONTROL_ERROR, "more data than the connection's window")
         if self._receive_window < CONNECTION_WINDOW // 2:
-            self._acknowledge(_frame(WINDOW_UPDATE, 0, 0, NUMBER.pack(CONNECTION_WINDOW - self._receive_window)))
+            self._acknowledge(frame_of(WINDOW_UPDATE, 0, 0, NUMBER.pack(CONNECTION_WINDOW - self._receive_window)))
             self._receive_window = CONNECTION_WINDOW
         stream = self._streams.get(stream_id)
         if stream is None:  # it was reset, which the server did not know yet
@@ -299,15 +304,15 @@ class Http2Connection(asyncio.Protocol):
             raise Http2Error(FLOW_CONTROL_ERROR, "more data than the stream's window")
         if stream.receive_window < STREAM_WINDOW // 2 and not flags & END_STREAM:
             update = STREAM_WINDOW - stream.receive_window
-            self._acknowledge(_frame(WINDOW_UPDATE, 0, stream_id, NUMBER.pack(update)))
+            self._acknowledge(frame_of(WINDOW_UPDATE, 0, stream_id, NUMBER.pack(update)))
             stream.receive_window = STREAM_WINDOW
-        stream.listener.data_received(_unpadded(payload) if flags & PADDED else payload)
+        stream.listener.data_received(unpadded(payload) if flags & PADDED else payload)
         if flags & END_STREAM:
             self._end(stream_id, None)
 
     def _take_headers(self, flags: int, stream_id: int, payload: bytes) -> None:
         if flags & PADDED:
-            payload = _unpadded(payload)
+            payload = unpadded(payload)
         if flags & WITH_PRIORITY:
             if len(payload) < FIXED_LENGTHS[PRIORITY]:
                 raise Http2Error(FRAME_SIZE_ERROR, "headers that are shorter than their priority")
@@ -355,7 +360,7 @@ class Http2Connection(asyncio.Protocol):
                 self._max_frame_bytes = value
             elif name == MAX_CONCURRENT_STREAMS:
                 self._max_streams = value
-        self._acknowledge(_frame(SETTINGS, ACK, 0, b""))
+        self._acknowledge(frame_of(SETTINGS, ACK, 0, b""))
         if not self.is_ready:
             self.is_ready = True
             self._on_ready()
@@ -367,7 +372,7 @@ class Http2Connection(asyncio.Protocol):
 
     def _take_ping(self, flags: int, _stream_id: int, payload: bytes) -> None:
         if not flags & ACK:
-            self._acknowledge(_frame(PING, ACK, 0, payload))
+            self._acknowledge(frame_of(PING, ACK, 0, payload))
 
     def _take_push(self, _flags: int, _stream_id: int, _payload: bytes) -> None:
         raise Http2Error(PROTOCOL_ERROR, "the server pushed, which is switched off")
@@ -437,7 +442,7 @@ class Http2Connection(asyncio.Protocol):
         """Close the connection because of an error."""
         if (transport := self._transport) is not None:
             code = NO_ERROR if isinstance(error, LostError) else error.code
-            transport.write(_frame(GOAWAY, 0, 0, NUMBER.pack(0) + NUMBER.pack(code)))
+            transport.write(frame_of(GOAWAY, 0, 0, NUMBER.pack(0) + NUMBER.pack(code)))
             self._lose(LostError(str(error)))
             self._closing = transport
             transport.close() if not self._is_paused else transport.abort()
@@ -448,13 +453,3 @@ class Http2Connection(asyncio.Protocol):
         streams, self._streams = list(self._streams.values()), {}
         for stream in streams:
             stream.listener.stream_closed(error)
-
-
-def _frame(kind: int, flags: int, stream_id: int, payload: bytes) -> bytes:
-    return FRAME.pack(len(payload) >> 8, len(payload) & 0xFF, kind, flags, stream_id) + payload
-
-
-def _unpadded(payload: bytes) -> bytes:
-    if not payload or payload[0] >= len(payload):
-        raise Http2Error(PROTOCOL_ERROR, "padding that is longer than its frame")
-    return payload[1 : len(payload) - payload[0]]

@@ -249,7 +249,7 @@ def forecast_from(message: common_pb2.Forecast) -> Forecast:
         queue_s=queue_s,
         output_tokens=message.output_tokens,
         num_preemptions=message.num_preemptions,
-        prefix_hit_tokens=message.prefix_hit_tokens,
+        prefix_hit_tokens=message.prefix_hit_tokens if message.HasField("prefix_hit_tokens") else None,
         others_preempted=others_preempted,
         delay_sum_s=_delay(message, "delay_sum_s"),
         delay_worst_s=_delay(message, "delay_worst_s"),

@@ -9,9 +9,10 @@ from typing import Any, TypeAlias
 import grpc
 from google.protobuf.message import DecodeError
 
-from services.rpc.grpc_channel import GrpcCall, GrpcChannel, Metadata, rpc_error
+from services.rpc.grpc_call import GrpcCall, Metadata, rpc_error
+from services.rpc.grpc_channel import GrpcChannel
 
-MAX_UNREAD = 10_000  # replies of a stream that nobody has read yet
+MAX_UNREAD = 10_000  # unread replies of a stream
 
 Write: TypeAlias = Callable[[Any], bytes]
 Read: TypeAlias = Callable[[bytes], Any]

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 
 from protos.block.v1 import scheduler_pb2_grpc
 from services.http.engine_client import engine_client
-from services.instances import InstanceSource
+from services.instances.sources import InstanceSource
 from services.live_page.pages import live_page_routes
 from services.placement.instance_pages import instance_routes
 from services.placement.lifecycle import placement_driver

@@ -10,7 +10,8 @@ from contextlib import asynccontextmanager, suppress
 import grpc
 
 from protos.block.v1 import common_pb2, predictor_pb2, predictor_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc
-from services.http.client import HttpClient, origin_of
+from services.http.client import HttpClient
+from services.http.origin import origin_of
 from services.rpc.channels import open_channel
 from services.security.own_key import NO_OWN_KEY, OwnKey
 from services.top.counts import Counted, MetricSamples

@@ -6,9 +6,10 @@ from collections.abc import Awaitable
 from typing import TYPE_CHECKING
 
 from protos.block.v1 import common_pb2
-from services.http.client import Headers, Origin
 from services.http.errors import HttpError
+from services.http.headers import Headers
 from services.http.openai_body import OpenAIRequest
+from services.http.origin import Origin
 from services.http.prefill_leg import HELD, NO_BLOCKS
 from services.http.trace_context import TRACEPARENT, sampled_trace_id, trace_parent_of, unsampled
 from services.tracing.attributes import (

@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from predictor.config import EngineConfig
-from predictor.engine import Engine, Outcome
+from predictor.engine import Engine
+from predictor.engine_from_snapshot import engine_from
 from predictor.forecast import Forecaster
 from predictor.forecast_result import Forecast
+from predictor.outcome import Outcome
 from predictor.profile import NO_TRANSIT, Profile, Transit
 from predictor.request import RequestFacts
 from predictor.snapshot import LiveRequest, Snapshot
-from predictor.snapshot_conversion import engine_from
 from predictor.step_time import StepTime
 from simulator.accuracy.window import ABORT, CLIENT, ERROR, Array, ObservedRequest, ObservedWindow
 

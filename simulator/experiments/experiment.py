@@ -28,7 +28,7 @@ KEYS = (
     "title", "about", "kind", "seeds", "first_seed", "policies", "baseline", "rates", "first_rate", "resolution",
     "objective", "scenario", "settings", "variants", "rules", "paper", "paper_gains", "differences", "plots", "claims",
     "turn", "bound", "rivals", "rival_metric", "saturated_rate",
-    "attained", "work", "gain_name", "tuning_requests", "axes", "axis_separator", "default_settings",
+    "attained", "work", "gain_name", "tuning_requests", "warm_up_s", "axes", "axis_separator", "default_settings",
 )  # fmt: skip
 
 SEPARATORS = ("_", ".")  # of the names of a setting and of its values on axes
@@ -117,7 +117,7 @@ class ExperimentSetting:
     """A scenario in which all variants are compared, at some rates, or by a search that starts at `first_rate`.
 
     With a `saturated_rate` in requests/s, the rates are loads: multiples of it. One that is `optional` is measured only
-    where it is asked for.
+    where it is asked for. In `warm_up_s` before and after the requests that count for a goodput, more arrive.
     """
 
     name: str
@@ -125,6 +125,7 @@ class ExperimentSetting:
     rates: tuple[float, ...] = ()
     first_rate: float = 10.0
     saturated_rate: float | None = None
+    warm_up_s: float = 0.0
     variants: tuple[str, ...] = ()
     baseline: str = ""
     optional: bool = False
@@ -342,6 +343,9 @@ def _setting(name: str, changes: dict[str, Any], base: Scenario, table: Mapping[
     saturated_rate = changes.pop("saturated_rate", table.get("saturated_rate"))
     if saturated_rate is not None and not (isinstance(saturated_rate, int | float) and 0 < saturated_rate < math.inf):
         raise ValueError(f"saturated_rate: must be a number above 0, not {saturated_rate!r}")
+    warm_up_s = changes.pop("warm_up_s", table.get("warm_up_s", 0.0))
+    if isinstance(warm_up_s, bool) or not isinstance(warm_up_s, int | float) or not 0 <= warm_up_s < math.inf:
+        raise ValueError(f"warm_up_s: must be a time from 0 on, not {warm_up_s!r}")
     variants = changes.pop("only", [])
     optional = bool(changes.pop("optional", False))
     baseline = str(changes.pop("baseline", table.get("baseline", "")))
@@ -351,6 +355,7 @@ def _setting(name: str, changes: dict[str, Any], base: Scenario, table: Mapping[
         rates=tuple(float(rate) for rate in rates),
         first_rate=float(first_rate),
         saturated_rate=saturated_rate,
+        warm_up_s=float(warm_up_s),
         variants=tuple(variants),
         baseline=baseline,
         optional=optional,

@@ -94,6 +94,7 @@ def _in_setting(
                 policy=variant.policy,
                 seed=seed,
                 first_rate=first_rates.get(variant.name, setting.first_rate),
+                warm_up_s=setting.warm_up_s,
             )
             for variant, _ in cases
             for seed in seeds
@@ -144,6 +145,7 @@ def _chosen_splits(
                     policy=variant.policy,
                     seed=TUNING_SEED,
                     first_rate=setting.first_rate,
+                    warm_up_s=setting.warm_up_s,
                 )
             )
     answers = goodputs(asked, goals_of(experiment)[:1], TUNING_RESOLUTION, runner, on_trial)

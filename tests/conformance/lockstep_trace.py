@@ -9,7 +9,6 @@ a `rank`. Writes one line for each: `{"iterations": [[...] of each rank], "cover
 
 from __future__ import annotations
 
-import json
 import os
 import queue
 import sys
@@ -31,10 +30,10 @@ from vllm_trace import (  # noqa: E402
     SamplingParams,
     SchedulerOutput,
     TokenSource,
-    base_config,
+    answer_all,
     build_scheduler,
     get_request_block_hasher,
-    init_none_hash,
+    request_in,
     sha256,
 )
 
@@ -322,17 +321,11 @@ class Rank:
 
     def request_of(self, spec: dict[str, Any]) -> Request:
         """Make vLLM's request."""
-        params = SamplingParams(max_tokens=spec["max_tokens"])
-        params.update_from_generation_config({}, EOS)
-        return Request(
-            request_id=spec["id"],
-            prompt_token_ids=self.tokens.prompt(spec, self.engine["block_size"]),
-            sampling_params=params,
-            pooling_params=None,
-            arrival_time=spec["arrival_s"],
-            priority=spec["priority"],
-            block_hasher=self.hasher,
+        prompt, params = (
+            self.tokens.prompt(spec, self.engine["block_size"]),
+            SamplingParams(max_tokens=spec["max_tokens"]),
         )
+        return request_in(spec, prompt, params, block_hasher=self.hasher)
 
     def sample(self, name: str) -> list[int]:
         """Return a request's next token."""
@@ -371,15 +364,9 @@ def trace(base: Any, workload: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Trace every workload on standard input; vLLM's output goes to standard error."""
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-    init_none_hash(sha256)
-    base = base_config()
+    """Trace the workloads of several ranks."""
     ParallelConfig.sync_dp_state = staticmethod(agreed)
-    for line in sys.stdin:
-        answers.write(json.dumps(trace(base, json.loads(line)), separators=(",", ":")) + "\n")
-        answers.flush()
+    answer_all(trace)
 
 
 if __name__ == "__main__":

@@ -69,9 +69,9 @@ class PluginTrace(Trace):
     def schedule(self, start_s: float) -> Any:
         """Let the rule fail where the workload says so; note how late the planner believes the step to start."""
         if len(self.steps) == self.workload.get("fails_at"):
-            self.planner._rule = None
+            self.planner.rule = None
         launched = super().schedule(start_s)
-        step = self.planner._steps[self.planner._index(-1)]
+        step = self.planner.last_step
         self.leads_s.append(float(step["start_s"]) - self.now_s)
         if "state_file" in self.workload:
             self.remembered.append(self.exported_memory())
@@ -94,13 +94,13 @@ class PluginTrace(Trace):
         traced["coverage"]["unplanned"] = self.scheduler.block_num_unplanned
         return traced | {
             "remembered": self.remembered,
-            "bad_facts": self.planner.num_bad_facts,
+            "bad_facts": self.planner.followed.num_bad_facts,
             "has_failed": self.scheduler.block_planner is None,
             "exports": hasattr(self.scheduler, "block_export") and self.scheduler.block_export.exporter is not None,
             "exported": settings_of(self.scheduler)["engine"],
             "leads_s": self.leads_s,
-            "factor": self.planner._correction.factor,
-            "refused_samples": self.planner._correction.num_refused,
+            "factor": self.planner.correction.factor,
+            "refused_samples": self.planner.correction.num_refused,
         }
 
 
@@ -114,7 +114,7 @@ class ScriptedTrace(PluginTrace):
         return {
             "steps": self.steps,
             "leads_s": self.leads_s,
-            "factor": self.planner._correction.factor,
+            "factor": self.planner.correction.factor,
             "unplanned": self.scheduler.block_num_unplanned,
         }
 
@@ -149,13 +149,13 @@ class ScriptedTrace(PluginTrace):
             launched = self.schedule(self.now_s)
             self.now_s = launched.end_s
             self.update(launched)
-            planner, rows = self.planner, self.planner._rows
+            planner, followed = self.planner, self.planner.followed
             assert self.scheduler.block_planner is planner
-            waits = [one.block_slot for one in self.scheduler.waiting if planner.knows(one)]
-            known = rows["num_hashes"][[slot for slot in waits if slot not in planner._looked_up]]
+            waits = [one.block_slot for one in self.scheduler.waiting if followed.knows(one)]
+            known = followed.rows["num_hashes"][[slot for slot in waits if slot not in followed.looked_up]]
             self.steps[-1] |= {
-                "planned": sorted(planner._slots),
-                "slots": len(planner._requests) - len(planner._free_slots),
+                "planned": sorted(followed.slots),
+                "slots": followed.num_known,
                 "old_hits": int((known >= 0).sum()),
                 "unfinished": sorted(self.scheduler.requests),
             }

@@ -25,11 +25,16 @@ def interpreter() -> Path:
     return Path(os.environ.get("BLOCK_VLLM_PYTHON", ROOT / ".venv-vllm" / "bin" / "python"))
 
 
+def older_interpreter() -> Path:
+    """Return the interpreter that has the oldest version of vLLM, from which engines are upgraded; it may not exist."""
+    return Path(os.environ.get("BLOCK_VLLM_UPGRADE_FROM", ROOT / ".venv-vllm-0.28" / "bin" / "python"))
+
+
 @cache
-def version() -> str:
-    """Return the version of vLLM that it has."""
+def version(python: Path | None = None) -> str:
+    """Return the version of vLLM that an interpreter has."""
     code = "from vllm.version import __version__; print(__version__)"
-    run = subprocess.run([interpreter(), "-I", "-c", code], capture_output=True, text=True, check=True)
+    run = subprocess.run([python or interpreter(), "-I", "-c", code], capture_output=True, text=True, check=True)
     return run.stdout.split()[-1]
 
 

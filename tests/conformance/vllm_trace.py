@@ -14,6 +14,7 @@ import os
 import sys
 import tempfile
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,8 +73,12 @@ def build_scheduler(base: VllmConfig, engine: dict[str, Any], scheduler_class: t
         scheduler_reserve_full_isl=engine["scheduler_reserve_full_isl"],
         async_scheduling=engine["async_scheduling"],
         scheduler_cls=scheduler_class,
-        # vLLM has it from 0.31 on
-        **{name: True for name in ("long_prefill_token_threshold_adaptive",) if engine.get(name)},
+        # vLLM has the first from 0.31 on
+        **{
+            name: engine[name]
+            for name in ("long_prefill_token_threshold_adaptive", "prefill_schedule_interval")
+            if engine.get(name)
+        },
     )
     config.cache_config = CacheConfig(
         block_size=engine["block_size"], enable_prefix_caching=engine["enable_prefix_caching"]
@@ -123,6 +128,20 @@ def mm_features(spec: dict[str, Any]) -> list[MultiModalFeatureSpec]:
         )
         for image in spec.get("encoder_inputs", ())
     ]
+
+
+def request_in(spec: dict[str, Any], prompt: list[int], params: SamplingParams, **more: Any) -> Request:
+    """Make vLLM's request of a workload's."""
+    params.update_from_generation_config({}, EOS)
+    return Request(
+        request_id=spec["id"],
+        prompt_token_ids=prompt,
+        sampling_params=params,
+        pooling_params=None,
+        arrival_time=spec["arrival_s"],
+        priority=spec["priority"],
+        **more,
+    )
 
 
 def waiting_in_order(scheduler: Scheduler) -> list[Request]:
@@ -290,15 +309,10 @@ class Trace:
 
     def request_of(self, spec: dict[str, Any]) -> Request:
         """Make vLLM's request."""
-        params = self.params_of(spec)
-        params.update_from_generation_config({}, EOS)
-        return Request(
-            request_id=spec["id"],
-            prompt_token_ids=self.tokens.prompt(spec, self.engine["block_size"]),
-            sampling_params=params,
-            pooling_params=None,
-            arrival_time=spec["arrival_s"],
-            priority=spec["priority"],
+        return request_in(
+            spec,
+            self.tokens.prompt(spec, self.engine["block_size"]),
+            self.params_of(spec),
             block_hasher=self.hasher,
             resumable=spec.get("resumable", False),
             lora_request=lora_request(spec.get("adapter", "")),
@@ -441,15 +455,20 @@ class Trace:
         return {"steps": self.steps, "coverage": {name: count for name, count in self.coverage.items() if count}}
 
 
-def main() -> None:
+def answer_all(traced: Callable[[Any, dict[str, Any]], dict[str, Any]]) -> None:
     """Trace every workload on standard input; vLLM's output goes to standard error."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     init_none_hash(sha256)
     base = base_config()
     for line in sys.stdin:
-        answers.write(json.dumps(Trace(base, json.loads(line)).run(), separators=(",", ":")) + "\n")
+        answers.write(json.dumps(traced(base, json.loads(line)), separators=(",", ":")) + "\n")
         answers.flush()
+
+
+def main() -> None:
+    """Trace the workloads of one engine."""
+    answer_all(lambda base, workload: Trace(base, workload).run())
 
 
 if __name__ == "__main__":

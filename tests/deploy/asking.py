@@ -22,11 +22,16 @@ class Placed:
 
 
 async def stream(
-    client: openai.AsyncOpenAI, prompt: str, max_tokens: int, began: Callable[[str], None] = lambda _: None
+    client: openai.AsyncOpenAI,
+    prompt: str,
+    max_tokens: int,
+    began: Callable[[str], None] = lambda _: None,
+    *,
+    model: str = MODEL,
 ) -> Placed:
     """Stream a response of this length from the gateway; `began` receives the instance of its first piece."""
     raw = await client.completions.with_raw_response.create(
-        model=MODEL, prompt=prompt, max_tokens=max_tokens, temperature=0, stream=True,
+        model=model, prompt=prompt, max_tokens=max_tokens, temperature=0, stream=True,
         stream_options={"include_usage": True}, extra_body={"ignore_eos": True},
     )  # fmt: skip
     text, num_tokens, failure = "", None, None

@@ -18,7 +18,7 @@ import pytest
 
 from predictor.profile import FITTED, Profile, SuggestedEngine, ValidRange
 from predictor.step_time import Curve, StepTime
-from tests.conformance.vllm_side import interpreter
+from tests.conformance.vllm_side import interpreter, older_interpreter
 from tests.ports import free_port
 
 START_S = 420.0  # on a slow machine; a fast one takes forty seconds
@@ -30,6 +30,7 @@ TINY = {
     "num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 2048,
     "max_position_embeddings": 2048, "torch_dtype": "float32", "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
+IMAGE_TOKENS = 576  # what Block estimates for an image of a model that it does not know
 CHAT = "{% for message in messages %}{{ message.role }}:{{ message.content }};{% endfor %}assistant:"
 ENGINE_FLAGS = (
     "--served-model-name", MODEL, "--load-format", "dummy", "--enforce-eager", "--max-model-len", str(LONGEST),
@@ -62,6 +63,12 @@ def need_vllm() -> None:
         pytest.skip(f"no vLLM at {interpreter()}: `make vllm`, or set BLOCK_VLLM_PYTHON")
 
 
+def need_older_vllm() -> None:
+    """Skip the test without the version of vLLM from which engines are upgraded."""
+    if not older_interpreter().exists():
+        pytest.skip(f"no vLLM at {older_interpreter()}: `make vllm-all`, or set BLOCK_VLLM_UPGRADE_FROM")
+
+
 def tiny_model(folder: Path, **shape: Any) -> Path:
     """Write a random model, with a tokenizer of single characters; `shape` overrides its sizes."""
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -75,6 +82,34 @@ def tiny_model(folder: Path, **shape: Any) -> Path:
     tokenizer.save(str(folder / "tokenizer.json"))
     special = {"unk_token": "<unk>", "eos_token": "</s>", "chat_template": CHAT}
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **special}))
+    return folder
+
+
+def tiny_vision_model(folder: Path) -> Path:
+    """Write a small random BLIP-2, whose processor needs no torchvision; an image is `IMAGE_TOKENS` before the text."""
+    tiny_model(folder)
+    marker = {"id": TINY["vocab_size"], "content": "<image>", "special": True, "normalized": False}
+    marker |= {"single_word": False, "lstrip": False, "rstrip": False}
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer["added_tokens"].append(marker)
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    sizes = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}
+    text = {  # about as slow as the model without images
+        "model_type": "opt", "hidden_size": 512, "word_embed_proj_dim": 512, "ffn_dim": 2048, "num_hidden_layers": 12,
+        "num_attention_heads": 8, "vocab_size": TINY["vocab_size"] + 8, "max_position_embeddings": 2048,
+        "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+    }  # fmt: skip
+    whole = {
+        "architectures": ["Blip2ForConditionalGeneration"], "model_type": "blip-2", "torch_dtype": "float32",
+        "vision_config": {"model_type": "blip_2_vision_model", "image_size": 224, "patch_size": 14, **sizes},
+        "qformer_config": {"model_type": "blip_2_qformer", "encoder_hidden_size": 128, **sizes},
+        "text_config": text, "num_query_tokens": IMAGE_TOKENS, "image_token_index": marker["id"],
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(whole))
+    images = {"image_processor_type": "BlipImageProcessor", "size": {"height": 224, "width": 224}}
+    (folder / "preprocessor_config.json").write_text(json.dumps(images))
+    kind = {"processor_class": "Blip2Processor", "num_query_tokens": IMAGE_TOKENS}
+    (folder / "processor_config.json").write_text(json.dumps(kind))
     return folder
 
 
@@ -106,7 +141,28 @@ def random_weights(model: Path, seed: int) -> Path:
     return model
 
 
-def repeating_weights(model: Path, seed: int, share: float, cycle: int = 4) -> Path:
+def lora_adapter(folder: Path, model: Path, seed: int, rank: int = 8) -> Path:
+    """Write a LoRA adapter of a model in PEFT's format, with random weights that change its text."""
+    from safetensors.numpy import save_file
+
+    folder.mkdir()
+    generator = np.random.default_rng(seed)
+    sizes = json.loads((model / "config.json").read_text())
+    hidden, modules = sizes["hidden_size"], ("q_proj", "v_proj")
+    weights = {}
+    for layer in range(sizes["num_hidden_layers"]):
+        for module in modules:
+            at = f"base_model.model.model.layers.{layer}.self_attn.{module}"
+            for name, shape in (("lora_A", (rank, hidden)), ("lora_B", (hidden, rank))):
+                numbers = generator.standard_normal(shape, dtype=np.float32)
+                weights[f"{at}.{name}.weight"] = numbers / np.float32(np.sqrt(shape[1]))
+    save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    kind = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": rank, "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(kind | {"target_modules": modules}))
+    return folder
+
+
+def repeating_weights(model: Path, seed: int, share: float, cycle: int = 12) -> Path:
     """Give a model weights whose sampled text goes round in cycles, and leaves them with the rest of the probability.
 
     Its layers add nothing, so that the next token depends on the last one alone.
@@ -168,17 +224,14 @@ class Engine:
         self.url = f"http://127.0.0.1:{self._port}"
         self.state = state
         self._log = log
-        self._command = (
-            interpreter().parent / "vllm", "serve", model, "--host", "127.0.0.1", "--port", str(self._port),
-            *ENGINE_FLAGS, *options,
-        )  # fmt: skip
+        self._arguments = ("serve", model, "--host", "127.0.0.1", "--port", str(self._port), *ENGINE_FLAGS, *options)
         self._process: subprocess.Popen[bytes] | None = None
 
-    def start(self) -> None:
-        """Start it; it serves after about half a minute."""
+    def start(self, python: Path | None = None) -> None:
+        """Start it, with another vLLM if an interpreter is given; it serves after about half a minute."""
         with self._log.open("a") as lines:
             self._process = subprocess.Popen(
-                self._command, stdin=subprocess.DEVNULL, stdout=lines, stderr=subprocess.STDOUT,
+                ((python or interpreter()).parent / "vllm", *self._arguments), stdin=subprocess.DEVNULL, stdout=lines, stderr=subprocess.STDOUT,
                 start_new_session=True, env=engine_environment(self.state),
             )  # fmt: skip
 

@@ -18,7 +18,7 @@ from protos.block.v1 import common_pb2, predictor_pb2, predictor_pb2_grpc, sched
 from services.cluster.child import Child
 from services.engine_state.reader import Reader
 from tests.deploy.asking import Placed, stream
-from tests.deploy.engines import BLOCK_SIZE, PROFILE, START_S, Engine, tiny_model
+from tests.deploy.engines import BLOCK_SIZE, MODEL, PROFILE, START_S, Engine, tiny_model
 from tests.services.cluster.living import PATIENCE_S, until
 
 LIMIT_S = 300.0  # of one test
@@ -36,11 +36,11 @@ class Fleet:
     children: dict[str, Child]
     client: openai.AsyncOpenAI
 
-    def run(self, test: Coroutine[Any, Any, None]) -> None:
+    def run(self, test: Coroutine[Any, Any, None], limit_s: float = LIMIT_S) -> None:
         """Run a test on the fleet's own loop."""
 
         async def limited() -> None:
-            async with asyncio.timeout(LIMIT_S):
+            async with asyncio.timeout(limit_s):
                 await test
 
         self.runner.run(limited())
@@ -80,9 +80,14 @@ class Fleet:
             stub = scheduler_pb2_grpc.SchedulerStub(channel)
             await stub.UsePolicy(scheduler_pb2.UsePolicyRequest(policy=policy), timeout=PATIENCE_S)
 
-    async def stream(self, prompt: str, max_tokens: int) -> Placed:
+    async def stream(self, prompt: str, max_tokens: int, model: str = MODEL) -> Placed:
         """Stream a response of this length from the gateway."""
-        return await stream(self.client, prompt, max_tokens)
+        return await stream(self.client, prompt, max_tokens, model=model)
+
+    @property
+    def operator(self) -> str:
+        """The URL of the scheduler's port for operators."""
+        return f"http://127.0.0.1:{self.children['scheduler'].metrics_port}"
 
     @contextmanager
     def state_of(self, name: str) -> Iterator[Reader]:
@@ -102,19 +107,28 @@ class Fleet:
 
 
 @contextmanager
-def fleet(folder: Path, policies: Sequence[str] = POLICIES) -> Iterator[Fleet]:
-    """Run a fleet with an engine of each scheduling policy within a context; all its processes end with it."""
-    model, profile = tiny_model(folder / "model"), folder / "profile.json"
+def fleet(
+    folder: Path,
+    policies: Sequence[str] = POLICIES,
+    *options: str,
+    model: Path | None = None,
+    python: Path | None = None,
+) -> Iterator[Fleet]:
+    """Run a fleet with an engine of each scheduling policy within a context; all its processes end with it.
+
+    `options` are of all engines, and `python` has their vLLM; without a `model` they have random weights.
+    """
+    model, profile = model or tiny_model(folder / "model"), folder / "profile.json"
     profile.write_text(profile_to_json(PROFILE))
     engines = {
-        name: Engine(model, folder / f"{name}.state", folder / f"{name}.log", "--scheduling-policy", name)
+        name: Engine(model, folder / f"{name}.state", folder / f"{name}.log", "--scheduling-policy", name, *options)
         for name in policies
     }
     with asyncio.Runner() as runner:
         children: dict[str, Child] = {}
         try:
             for engine in engines.values():
-                engine.start()
+                engine.start(python)
             runner.run(_start_all(children, engines, profile, model, folder))
             client = openai.AsyncOpenAI(
                 base_url=f"http://127.0.0.1:{children['gateway'].port}/v1", api_key="any", max_retries=0,
@@ -160,7 +174,7 @@ async def _start_all(
     scheduler = await start(
         Child(
             "scheduler", "scheduler", "--instances-file", str(listed), "--tagger", f"127.0.0.1:{tagger.port}",
-            "--sidecar-deadline-ms", "20000", "--tagger-deadline-ms", "10000", "--poll-s", "0.1",
+            "--sidecar-deadline-ms", "20000", "--tagger-deadline-ms", "10000", "--poll-s", "0.1", "--metrics-port", "0",
         )
     )  # fmt: skip
     await start(

@@ -18,7 +18,7 @@ import yaml
 
 from scripts.lock_dependencies import IMAGE_EXTRAS
 from services.cli import block
-from services.instances import instances_from_file
+from services.instances.instance import instances_from_file
 from tests.conformance.vllm_side import interpreter
 from tests.deploy.engines import need_vllm
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import re
 import shutil
 import subprocess
 import sys
@@ -212,6 +213,20 @@ class RenamedScheduler(Scheduler):
         del self.kv_holding_waiting
 
 
+class HeldBackScheduler(Scheduler):
+    """A scheduler of 0.33 that computes prompts in every fourth step, with a connector that Block does not know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.local_prefill_interval = 4
+        self.connector = object()
+        self.kv_cache_config = SimpleNamespace(kv_cache_groups=[])
+        self.vllm_config.kv_transfer_config = SimpleNamespace(
+            kv_connector="LMCacheConnectorV1", kv_role="kv_both", kv_load_failure_policy="fail",
+            get_from_extra_config=lambda _, default: default,
+        )  # fmt: skip
+
+
 class CountingScheduler(Scheduler):
     """A scheduler with a rule that counts at most four clients."""
 
@@ -285,7 +300,8 @@ def test_the_wheel_has_the_rules_of_this_repository(installed: Path) -> None:
     for module in modules:
         source = (MODEL / module.relative_to(installed / "predictor")).read_text()
         assert module.read_text().replace("from block_vllm_export.predictor", "from predictor") == source
-        assert "from predictor" not in module.read_text()
+    for module in installed.rglob("*.py"):
+        assert not re.search(r"^\s*(from|import) predictor\b", module.read_text(), re.MULTILINE), module
     rules = {module.name for module in modules if module.parent.name == "batching"}
     assert rules == {module.name for module in (MODEL / "batching").glob("*.py")}
     assert not (PLUGIN / installed.name / "predictor").exists()
@@ -539,6 +555,39 @@ def test_ranks_in_lockstep_are_named_in_the_file(plugin: ModuleType) -> None:
     assert DataParallelRank.from_table(settings.rank_settings(config)["data_parallel"]).lockstep is None
     parallel.data_parallel_size = 1
     assert settings.rank_settings(config) == {}
+
+
+def test_what_is_not_modelled_is_named_in_the_file(path: Path, wrapping: ModuleType) -> None:
+    """Each forecast of the sidecar says it."""
+    scheduler = wrapping.exporting(HeldBackScheduler)()
+    names = [
+        "prefill_schedule_interval 4", f"scheduler_cls {__name__}.HeldBackScheduler",
+        "kv_connector LMCacheConnectorV1",
+    ]  # fmt: skip
+    assert Reader(str(path)).read().settings["not_modelled"] == names
+    sidecar = ExportedEngine(str(path), load_profile("constant"), DEFAULT_RESIDUAL, 60.0)
+    assert sidecar.refresh().approximations == tuple(f"the engine has {name}, which is not modelled" for name in names)
+    sidecar.close()
+    scheduler.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("interval", "ranks", "is_moe", "local", "expected"),
+    [(4, 1, False, None, 1), (4, 2, True, None, 4), (4, 2, True, 1, 4), (4, 1, False, 4, 4), (None, 2, True, None, 1)],
+)
+def test_prefills_are_held_back_by_ranks_in_lockstep_and_since_0_33_by_all(
+    plugin: ModuleType, *, interval: int | None, ranks: int, is_moe: bool, local: int | None, expected: int
+) -> None:
+    """Without data parallelism, versions before 0.33 have the setting and ignore it."""
+    settings = importlib.import_module(f"{plugin.__name__}.settings")
+    scheduler = SimpleNamespace(
+        scheduler_config=SimpleNamespace(**({"prefill_schedule_interval": interval} if interval else {})),
+        vllm_config=SimpleNamespace(
+            parallel_config=SimpleNamespace(data_parallel_size=ranks), model_config=SimpleNamespace(is_moe=is_moe)
+        ),
+        **({"local_prefill_interval": local} if local else {}),
+    )
+    assert settings.prefill_interval(scheduler) == expected
 
 
 def test_each_data_parallel_rank_has_its_file(path: Path, plugin: ModuleType) -> None:

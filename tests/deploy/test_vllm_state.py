@@ -18,6 +18,7 @@ from predictor import profile_check
 from predictor.lengths import DEFAULT_RESIDUAL
 from predictor.profile import load_profile
 from predictor.snapshot import LiveRequest
+from predictor.vllm_versions import release_of
 from services.engine_state import layout
 from services.engine_state.reader import Reader
 from services.engine_state.snapshot import config_of, snapshot_from_view
@@ -124,6 +125,22 @@ def test_the_file_has_the_state_of_the_scheduler(
         sidecar.close()
         assert not (tmp_path / "state").exists()
     assert all(seen[what] for what in expected), seen
+
+
+@pytest.mark.parametrize(("draw", "connector"), [(workload, ""), (leg_workload, "StandIn")])
+def test_the_file_names_what_is_not_modelled(
+    scheduler: subprocess.Popen[str], tmp_path: Path, draw: Callable[[int, str], dict[str, Any]], connector: str
+) -> None:
+    """Prefills that are held back, which without data parallelism 0.33 does first, and other connectors than NIXL."""
+    load = draw(1, version())
+    load["engine"]["prefill_schedule_interval"] = 4
+    send(scheduler, json.dumps(load))
+    assert json.loads(scheduler.stdout.readline())
+    reader = Reader(str(tmp_path / "state"))
+    named = reader.read().settings.get("not_modelled", [])
+    reader.close()
+    holds_back = release_of(version()) >= (0, 33)
+    assert named == holds_back * ["prefill_schedule_interval 4"] + bool(connector) * [f"kv_connector {connector}"]
 
 
 def stages(view: View) -> dict[str, str]:

@@ -20,7 +20,7 @@ from scheduler.policy import policy_from
 from scheduler.provisioning.tiers import tiers_in
 from services.cli import block
 from services.cluster.settings import settings_from_file, vllm_from_file
-from services.instances import instances_from_file
+from services.instances.instance import instances_from_file
 from services.objectives import objectives_from_file
 from services.security.key_file import keys_in
 from simulator.mix import mix_from_file

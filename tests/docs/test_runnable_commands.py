@@ -22,6 +22,7 @@ from tests.services.waiting import PATIENT_SERVERS
 
 RUNNABLE = [(page, name) for page, name in zip(PAGES, IDS, strict=True) if any(one.run for one in blocks_of(page))]
 PATIENCE_S = 300.0  # a busy machine; usually a few seconds
+README = "README.md"
 BASH = shutil.which("bash") or "/bin/bash"
 ADDRESS = re.compile(r"\b(localhost|127\.0\.0\.1):8000\b")
 
@@ -97,7 +98,10 @@ def run(text: str, folder: Path) -> None:
     assert set(re.findall(r"^HTTP/1\.1 (\d+)", done.stdout, re.MULTILINE)) <= {"200"}, done.stdout[-2000:]
 
 
-@pytest.mark.parametrize(("page", "name"), RUNNABLE, ids=[name for _, name in RUNNABLE])
+@pytest.mark.parametrize(
+    ("page", "name"),
+    [pytest.param(page, name, id=name, marks=[] if name == README else pytest.mark.slow) for page, name in RUNNABLE],
+)
 def test_a_page_runs(page: Path, name: str, folder: Path) -> None:
     """Its marked blocks succeed; what needs a server finds the one that the page started."""
     blocks = [one for one in blocks_of(page) if one.run]
@@ -131,4 +135,4 @@ def test_enough_is_run() -> None:
         "forecast", "replay", "simulate", "policies", "profile show", "tagger predict", "up", "bench", "observe", "accuracy",
     ):  # fmt: skip
         assert f"block {command}" in texts
-    assert any(one.run == "server" for one in blocks_of(ROOT / "README.md"))
+    assert any(one.run == "server" for one in blocks_of(ROOT / README))

@@ -18,8 +18,8 @@ Seconds = Callable[[list[Part]], float]
 
 
 @dataclass(eq=False)
-class Request:
-    """A request, with the real length of its response, and its progress."""
+class OfferedRequest:
+    """A request as a load has it, with the real length of its response, and when its tokens came."""
 
     id: str
     arrival_s: float
@@ -28,11 +28,17 @@ class Request:
     max_tokens: int
     priority: int = 0
     prefix_hashes: list[int] = field(default_factory=list)
+    token_s: list[float] = field(default_factory=list)  # when each token of its response came
+
+
+@dataclass(eq=False)
+class Request(OfferedRequest):
+    """A request and its progress."""
+
     num_output: int = 0
     computed: int = 0
     prefill_tokens: int = 0  # tokens to compute as of its last admission
     num_blocks: int = 0
-    token_s: list[float] = field(default_factory=list)  # when each token of its response came
 
     @property
     def num_tokens(self) -> int:

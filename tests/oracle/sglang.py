@@ -11,7 +11,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.oracle.engine import EngineSettings, Part, Seconds, Step, one_second
+from tests.oracle.engine import EngineSettings, OfferedRequest, Part, Seconds, Step, one_second
 
 CHECK_THRESHOLD = DEPRIORITIZE_THRESHOLD = 32
 PREFIX_MATCH_MAX = 128
@@ -22,16 +22,9 @@ class OutOfPagesError(Exception):
 
 
 @dataclass(eq=False)
-class Request:
-    """A request as the scheduler sees it, with the real length of its response."""
+class Request(OfferedRequest):
+    """A request as the scheduler sees it."""
 
-    id: str
-    arrival_s: float
-    prompt_tokens: int
-    output_tokens: int
-    max_tokens: int
-    priority: int = 0
-    prefix_hashes: list[int] = field(default_factory=list)
     output: int = 0
     prefix_len: int = 0  # tokens whose KV exists, in flight or not
     extend_end: int = 0
@@ -39,7 +32,6 @@ class Request:
     private: int = 0  # its other pages
     finished: bool = False
     retracted: bool = False
-    token_s: list[float] = field(default_factory=list)  # when each token of its response came
 
     @property
     def fill(self) -> int:

@@ -10,20 +10,13 @@ from typing import Any, NamedTuple
 from predictor.vllm_versions import rules_for
 from tests.oracle.block_pool import BlockPool
 from tests.oracle.encoder_cache import EncoderCache, Image
-from tests.oracle.engine import EngineSettings, Seconds, Step, one_second
+from tests.oracle.engine import EngineSettings, OfferedRequest, Seconds, Step, one_second
 
 
 @dataclass(eq=False)
-class Request:
-    """A request as the scheduler sees it, with the real length of its response."""
+class Request(OfferedRequest):
+    """A request as the scheduler sees it."""
 
-    id: str
-    arrival_s: float
-    prompt_tokens: int
-    output_tokens: int
-    max_tokens: int
-    priority: int = 0
-    prefix_hashes: list[int] = field(default_factory=list)
     num_output: int = 0
     computed: int = 0  # tokens scheduled so far, including those of steps in flight
     placeholders: int = 0  # sampled by a step in flight, not yet known (async)
@@ -32,7 +25,6 @@ class Request:
     running: bool = False
     blocks: list[int] = field(default_factory=list)
     num_cached: int = 0  # how many of its blocks are in the prefix cache
-    token_s: list[float] = field(default_factory=list)  # when each token of its response came
     adapter: str = ""
     encoder_inputs: list[Image] = field(default_factory=list)
     planned_images: list[int] = field(default_factory=list)  # that the planned step computes

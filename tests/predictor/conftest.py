@@ -9,7 +9,7 @@ import pytest
 from tests.strategies import ORDERED
 
 FOLDER = Path(__file__).parent
-QUICK = ("slide_batching", "deadline_forecast")  # of the rules that order all requests
+QUICK = ("deadline_forecast",)  # of the rules that order all requests
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

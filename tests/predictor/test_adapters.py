@@ -11,11 +11,12 @@ from predictor.adapter_times import AdapterTimes
 from predictor.batching import settled
 from predictor.config import EngineConfig
 from predictor.engine import Engine
+from predictor.engine_from_snapshot import engine_from
 from predictor.forecast import Forecaster
 from predictor.indicators import adapter_counts, adapters_of
 from predictor.request import EncoderInput, RequestFacts, adapter_number
 from predictor.snapshot import LoadedAdapter
-from predictor.snapshot_conversion import engine_from, snapshot_of
+from predictor.snapshot_of_engine import snapshot_of
 from predictor.step_time import StepTime
 from tests.conformance.compare import first_difference
 from tests.conformance.input_workloads import adapter_workload, image_workload, with_contents

@@ -13,13 +13,15 @@ from hypothesis import strategies as st
 from predictor.batching import BATCHERS
 from predictor.config import EngineConfig
 from predictor.engine import Engine
-from predictor.engine_replica import EngineReplica, ReportedContents, ReportedMemory, ReportedState, ReportedStep
+from predictor.engine_from_snapshot import engine_from
+from predictor.engine_replica import EngineReplica
 from predictor.forecast import Forecast, Forecaster
 from predictor.lengths import RESIDUALS, Tag, expected_lengths, expected_tokens
+from predictor.reported_state import ReportedContents, ReportedMemory, ReportedState, ReportedStep
 from predictor.reported_transfers import fetch_starts
 from predictor.request import BEST_EFFORT, CLASSES, LEGS, RequestFacts, Slo, adapter_number, tenant_number
 from predictor.snapshot import STAGES, LiveRequest, Memory, Snapshot
-from predictor.snapshot_conversion import engine_from, snapshot_of
+from predictor.snapshot_of_engine import snapshot_of
 from predictor.state import MEMORY_SIZE
 from services.engine_state.layout import CLIENT, LIVE, REQUEST
 from tests.inspecting import free_list

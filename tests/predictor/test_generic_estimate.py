@@ -65,6 +65,40 @@ def test_step_times_are_learnt() -> None:
     assert got.error < 0.3
 
 
+def test_requests_that_are_not_streamed_teach_the_time_of_a_decode_alone() -> None:
+    """Their first token is not seen: all their time would count as that of their prompt."""
+    estimator, clock = GenericEstimator(), 0.0
+    for number in range(20):
+        tokens = 20 + 5 * number
+        estimator.arrive(f"r{number}", 100, clock, streamed=False)
+        clock += FIRST_GUESS.prefill_s + 100 * FIRST_GUESS.prefill_token_s + 0.01 * (tokens - 1)
+        estimator.end(f"r{number}", tokens, clock, completed=True)
+    got = estimator.parameters()
+    assert (got.prefill_s, got.prefill_token_s) == (FIRST_GUESS.prefill_s, FIRST_GUESS.prefill_token_s)
+    assert got.step_s + got.request_s == pytest.approx(0.01, rel=0.05)
+    assert got.max_num_seqs is None
+    assert got.num_requests == 20
+    assert got.error < 0.1
+
+
+def test_a_long_request_that_is_not_streamed_does_not_stop_the_others() -> None:
+    """While its tokens are not seen, those of streamed ones are learnt from, as decodes beside it."""
+    estimator = GenericEstimator()
+    estimator.arrive("long", 100, 0.0, streamed=False)
+    clock = 1.0
+    for number in range(10):
+        estimator.arrive(f"r{number}", 100, clock)
+        clock += 0.05
+        for token in range(1, 30):
+            clock += 0.01
+            estimator.receive(f"r{number}", token, clock)
+        estimator.end(f"r{number}", 30, clock + 0.01, completed=True)
+        clock += 0.5
+    got = estimator.parameters()
+    assert got.step_s + 2 * got.request_s == pytest.approx(0.01, rel=0.1)
+    assert got.prefill_s + 100 * got.prefill_token_s == pytest.approx(0.06, rel=0.2)
+
+
 def test_nothing_learnt_is_said() -> None:
     """Before any request has ended the error is unknown, which counts as 100 %."""
     assert GenericEstimator().parameters() == FIRST_GUESS
@@ -89,11 +123,14 @@ def test_the_number_of_seats_is_learnt_from_requests_that_waited() -> None:
     assert estimator.parameters().max_num_seqs == 4
 
 
+@pytest.mark.parametrize("num_whole", [0, 5])
 @pytest.mark.parametrize("prefill_first", [False, True])
-def test_interrupted_decodes_are_noticed(prefill_first: bool) -> None:
-    """While a long prompt is computed the tokens of others flow, or they do not."""
+def test_interrupted_decodes_are_noticed(prefill_first: bool, num_whole: int) -> None:
+    """While a long prompt is computed the tokens of others flow, or they do not; some are not streamed."""
     estimator = GenericEstimator()
     clock = 0.0
+    for number in range(num_whole):
+        estimator.arrive(f"whole{number}", 50, clock, streamed=False)
     for number in range(12):
         estimator.arrive(f"a{number}", 50, clock)
         for token in range(1, 20):

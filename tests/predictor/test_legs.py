@@ -10,13 +10,15 @@ import numpy as np
 import pytest
 
 from predictor.config import EngineConfig
-from predictor.engine import Engine, Outcome
+from predictor.engine import Engine
+from predictor.engine_from_snapshot import engine_from
 from predictor.engine_replica import EngineReplica
 from predictor.forecast import Forecaster
 from predictor.indicators import SUMS, sum_up
 from predictor.load import LOAD
+from predictor.outcome import Outcome
 from predictor.request import DECODE, PREFILL, RequestFacts
-from predictor.snapshot_conversion import engine_from, snapshot_of
+from predictor.snapshot_of_engine import snapshot_of
 from predictor.step_time import StepTime
 from tests.conformance.leg_workloads import leg_workload, our_request
 from tests.predictor.test_engine_replica import reported_from

@@ -26,7 +26,7 @@ from predictor.profile import (
     profile_to_dict,
     profile_to_json,
 )
-from predictor.step_time import step_seconds, tabulate
+from predictor.tabulated_costs import step_seconds, tabulate
 
 SHIPPED = {
     "llama-2-7b-a30",

@@ -11,7 +11,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from predictor.batching import BATCHERS
-from predictor.engine import Engine, StepRecord
+from predictor.engine import Engine
+from predictor.outcome import StepRecord
 from tests.inspecting import counts_of, expect_blocks_conserved, expect_nothing_left, times_of
 from tests.strategies import AFFINE, BENT, Load, crowded, examples, loads
 

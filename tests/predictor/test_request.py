@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from predictor.adapters import NO_ADAPTER
 from predictor.config import EngineConfig
 from predictor.engine import Engine
 from predictor.lengths import Tag
@@ -17,6 +16,7 @@ from predictor.request import (
     BEST_EFFORT,
     DECODE,
     MAX_PRIORITY,
+    NO_ADAPTER,
     NO_TENANT,
     EncoderInput,
     RequestFacts,

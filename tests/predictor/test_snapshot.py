@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from predictor.batching import BATCHERS
 from predictor.config import EngineConfig
 from predictor.engine import Engine
+from predictor.engine_from_snapshot import engine_from
 from predictor.forecast import Forecaster
 from predictor.lengths import Tag
 from predictor.request import RequestFacts
 from predictor.snapshot import VERSION, LiveRequest, Snapshot
-from predictor.snapshot_conversion import engine_from, snapshot_of
+from predictor.snapshot_of_engine import snapshot_of
 from predictor.state import FINISHED
 from tests.inspecting import expect_blocks_conserved, expect_nothing_left
 from tests.strategies import AFFINE, Load, examples, load_of, loads

@@ -12,22 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from predictor.profile import load_profile
-from predictor.step_time import (
+from predictor.step_time import NO_GRID, UNLIMITED, Curve, Grid, StepTime, least_prefill_per_pair, region_of
+from predictor.tabulated_costs import (
     ALONE,
     BESIDE,
-    NO_GRID,
-    UNLIMITED,
     Costs,
-    Curve,
-    Grid,
-    StepTime,
     context_line,
     count_measured,
     decode_slope,
     is_measured,
-    least_prefill_per_pair,
     mean_context_seconds,
-    region_of,
     step_seconds,
     steps_in_line,
     tabulate,

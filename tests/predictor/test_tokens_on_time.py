@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from predictor.batching import BATCHERS
 from predictor.config import EngineConfig
 from predictor.engine import Engine
+from predictor.engine_from_snapshot import engine_from
 from predictor.request import RequestFacts, Slo
-from predictor.snapshot_conversion import engine_from, snapshot_of
+from predictor.snapshot_of_engine import snapshot_of
 from predictor.step_time import Curve, StepTime
 from tests.oracle import faster_transformer, lightllm, orca, ordered_rules, sarathi, sglang, vllm_v0, vllm_v1
 from tests.oracle.engine import one_second

@@ -39,10 +39,27 @@ def test_the_nearest_rules_are_an_approximation() -> None:
     """Forecasts name it; those of a known version have none."""
     unknown = "vLLM 0.34 is not known, and is forecast by the rules of 0.33"
     drafts = "speculative decoding of vLLM 0.33 is forecast by the rules of 0.32"
-    assert approximations_of("0.34.1+cpu", speculates=False) == (unknown,)
-    assert approximations_of("0.34.1+cpu", speculates=True) == (unknown, drafts)
-    assert approximations_of("0.33.1", speculates=True) == (drafts,)
-    assert approximations_of("0.33.1", speculates=False) == approximations_of("", speculates=True) == ()
+    assert approximations(version="0.34.1+cpu") == (unknown,)
+    assert approximations(version="0.34.1+cpu", speculates=True) == (unknown, drafts)
+    assert approximations(version="0.33.1", speculates=True) == (drafts,)
+    assert approximations(version="0.33.1") == approximations(version="", speculates=True) == ()
+
+
+def test_late_frees_are_an_approximation() -> None:
+    """0.28 and 0.29 preempt where blocks are free only a step later; that matters where fetches overlap with steps."""
+    late = "preemption in vLLM 0.29 with a KV connector that fetches is forecast by the rules of 0.30"
+    assert approximations(version="0.29.1", overlaps_fetches=True) == (late,)
+    assert approximations(version="0.29.1") == approximations(version="0.30.0", overlaps_fetches=True) == ()
+    for role, async_scheduling, overlaps in [
+        ("kv_consumer", True, True), ("kv_both", True, True), ("kv_producer", True, False), ("kv_both", False, False),
+        ("", True, False),
+    ]:  # fmt: skip
+        assert EngineConfig(kv_role=role, async_scheduling=async_scheduling).overlaps_fetches == overlaps
+
+
+def approximations(*, version: str, speculates: bool = False, overlaps_fetches: bool = False) -> tuple[str, ...]:
+    """Return what forecasts of an engine approximate."""
+    return approximations_of(version, speculates=speculates, overlaps_fetches=overlaps_fetches)
 
 
 def test_each_release_differs_only_where_it_is_said() -> None:

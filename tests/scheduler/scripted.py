@@ -69,7 +69,7 @@ def forecast_of(
         others_missed=others_missed if delays else None,
         gain_before=10.0 if delays else None,
         gain_after=10.0 + attained - others_missed if delays else None,
-        least_slack_s=1.0 - queue_s if delays else None,
+        least_slack_s=2.0 - queue_s if delays else None,
     )
 
 

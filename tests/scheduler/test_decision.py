@@ -778,6 +778,31 @@ def test_prompts_are_remembered_where_they_are_sent() -> None:
     assert decision.explanation.candidates()[1].read["p_tokens"] == 8.0
 
 
+def test_unknown_hits_of_a_forecast_leave_the_estimate_of_the_scheduler() -> None:
+    """Known ones replace it, 0 as well; a conflict changes that no more than the first forecasts do."""
+    core = core_over("ab", "expr: predicted_e2e_s - prefix_hit_tokens")
+
+    def begin(**more: Any) -> tuple[Decision, Intention]:
+        blocks = PromptBlocks(names=("x", "y"), block_tokens=16)
+        return started(core, blocks=blocks, indicators=RequestIndicators(prompt_tokens=40), **more)
+
+    def chosen(hit_tokens: int | None, *, conflicts: bool = False) -> str:
+        decision, asked = begin()
+        assert isinstance(asked, Ask)
+        made = Answer(FORECAST, replace(forecast_of(1.0), prefix_hit_tokens=hit_tokens), 0, EPOCH)
+        intention = decision.answers(dict.fromkeys("ab", made), 0.0)
+        if conflicts:
+            intention = decision.conflict(made._replace(version=1), 0.0)
+        return reserve_at(intention)
+
+    decision, asked = begin(excluded={"a"})
+    assert isinstance(asked, Ask)
+    decision.answers(replies(asked, {"b": 1.0}), 0.0)
+    decision.reserved(10.0, 101.0)
+    assert chosen(None) == chosen(None, conflicts=True) == "b"
+    assert chosen(0) == "a"
+
+
 def test_policies_keep_their_state_and_are_bounded_in_number() -> None:
     """Requests may name any; the one in use is never dropped."""
     core = core_over("ab", "round_robin")

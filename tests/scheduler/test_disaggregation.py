@@ -60,7 +60,7 @@ def forecast(e2e_s: float, *, ttft_s: float = 0.1, queue_s: float = 0.0, delay_s
     return Forecast(
         request_id="r", ttft_s=min(ttft_s, e2e_s), e2e_s=e2e_s, tpot_s=0.01, queue_s=queue_s, output_tokens=10,
         num_preemptions=0, prefix_hit_tokens=0, delay_sum_s=delay_s, delay_worst_s=delay_s, others_preempted=0,
-        **{"others_missed": 0, "gain_before": 1.0, "gain_after": 2.0, "least_slack_s": 1.0, **more},
+        **{"others_missed": 0, "gain_before": 1.0, "gain_after": 2.0, "least_slack_s": 2.0, **more},
     )  # fmt: skip
 
 
@@ -290,10 +290,7 @@ def test_a_condition_decides_which_instances_are_asked_about_which_leg() -> None
 # Without instances with roles.
 
 
-PLACE_AT_ONCE = [name for name in POLICIES if name != "polyserve"]  # which waits while it knows no tiers
-
-
-@pytest.mark.parametrize("policy", PLACE_AT_ONCE)
+@pytest.mark.parametrize("policy", POLICIES)
 def test_without_roles_decisions_are_of_the_plain_kind(policy: str) -> None:
     """Also where the policy would always have two legs; there is no word about disaggregation."""
     core = core_over(dict.fromkeys("abc", "both"), policy)
@@ -304,7 +301,7 @@ def test_without_roles_decisions_are_of_the_plain_kind(policy: str) -> None:
     assert decision.placement.disaggregation == ""
 
 
-@pytest.mark.parametrize("policy", [*PLACE_AT_ONCE, *BY_LEGS])
+@pytest.mark.parametrize("policy", [*POLICIES, *BY_LEGS])
 def test_without_prefill_instances_intentions_are_those_of_a_cluster_without_roles(policy: str) -> None:
     """Only the reason is added."""
     traces = []

@@ -637,3 +637,43 @@ def test_polyserve_admits_by_the_tiers_of_instances(target_s: float, admitted: s
     candidates = fleet(request=RequestIndicators(prompt_tokens=100, due_s=1.0, tpot_slo_s=target_s), **columns)
     admits = policy_from("polyserve").admits(candidates, patient=False)
     assert "".join(np.array(list("abcde"))[admits]) == admitted
+
+
+def test_late_requests_go_where_no_deadline_is_left_and_else_to_the_busiest_of_the_loosest() -> None:
+    """So that one instance gives up its deadlines, rather than all of them some."""
+    columns: Columns = {
+        "num_running": [1, 1, 1, 1],
+        "num_waiting": [0, 0, 0, 0],
+        "least_tpot_slo_s": [0.1, 0.1, 0.05, math.inf],
+        "decode_step_s": [0.01, 0.02, 0.03, 0.04],
+        "queued_prefill_s": [0.0, 0.0, 0.0, 0.0],
+    }
+
+    def order(late: int) -> str:
+        candidates = fleet(request=RequestIndicators(prompt_tokens=100, late=late), **columns)
+        policy = policy_from("slo")
+        return "".join(np.array(list("abcd"))[policy.order(candidates, policy.scores(candidates))])
+
+    assert order(late=1) == "dbac"
+    assert order(late=0) == "dabc"
+
+
+@pytest.mark.parametrize("name", ["slo", "polyserve"])
+def test_an_instance_that_does_not_say_how_strict_it_is_admits_requests(name: str) -> None:
+    """Otherwise a request would wait for as long as it may, however idle the instance is."""
+    columns: Columns = {
+        "num_running": [1, 1],
+        "num_waiting": [0, 0],
+        "least_tpot_slo_s": [math.nan, 0.1],  # the second one is looser than the request
+        "predicted_attained": [1.0, 1.0],
+        "others_missed": [0, 0],
+        "predicted_preemptions": [0, 0],
+        "others_preempted": [0, 0],
+        "predicted_queue_s": [0.0, 0.0],
+        "decode_step_s": [0.01, 0.01],
+        "queued_prefill_s": [0.0, 0.0],
+    }
+    candidates = fleet(request=RequestIndicators(prompt_tokens=100, due_s=1.0, tpot_slo_s=0.02), **columns)
+    policy = policy_from(name)
+    assert policy.admits(candidates, patient=False)[0]
+    assert policy.eligible(candidates).instance_id(0) == "a"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given
 
 from predictor.request import BEST_EFFORT, REAL_TIME, Slo
 from scheduler.admission.queue import RETRY_S, lane_of
-from scheduler.admission.wait import MAX_PATIENT_S
+from scheduler.admission.wait import MAX_LATE_S, MAX_PATIENT_S
 from scheduler.candidates import RequestIndicators
 from scheduler.core import SchedulerCore
 from scheduler.decision import Decision
@@ -69,9 +70,10 @@ def told(
     *,
     attained: str = "",
     harmful: str = "",
+    scarce: str = "",
     queue_s: float = 0.0,
 ) -> Intention:
-    """Answer: some instances keep the request's deadlines, and some would break those of others."""
+    """Answer: some instances keep the request's deadlines; some would break those of others, or nearly so."""
     assert isinstance(intention, Ask), intention
     answers = {}
     for name in intention.instance_ids:
@@ -80,7 +82,8 @@ def told(
             3.0, queue_s=0.0 if keeps else queue_s, ttft_s=PLACING_S, delays=True, attained=keeps,
             others_missed=int(name in harmful),
         )  # fmt: skip
-        answers[name] = Answer(FORECAST, forecast, 0, EPOCH)
+        slack_s = 0.9 if name in scarce else 1.1
+        answers[name] = Answer(FORECAST, replace(forecast, least_slack_s=slack_s), 0, EPOCH)
     return decision.answers(answers, now_s)
 
 
@@ -177,7 +180,7 @@ def test_a_late_request_does_not_wait_for_stricter_ones() -> None:
     assert admit(decision, told(decision, ask, harmful="a")) == "b"
 
 
-def test_a_waiting_request_asks_no_instance_of_a_looser_tier_that_is_busy() -> None:
+def test_a_waiting_request_asks_no_instance_of_a_looser_tier() -> None:
     """At the last moment all are asked."""
     core = deadline_core()
     for name, least_s in (("a", 0.02), ("b", 0.1)):
@@ -277,6 +280,17 @@ def test_a_late_request_is_served_where_it_harms_nobody() -> None:
     assert decision.request.objective.slo.tpot_s == 0.05
 
 
+def test_a_late_request_leaves_others_some_slack() -> None:
+    """Otherwise the next request with deadlines would find no room; one that can be in time may use all of it."""
+    core = deadline_core()
+    decision, ask = late(core, SERVE_LATE)
+    assert admit(decision, told(decision, ask, scarce="a")) == "b"
+    waiting, ask = late(core, SERVE_LATE)
+    assert isinstance(told(waiting, ask, scarce="ab"), Wait)
+    timely, ask = place(core)
+    assert admit(timely, told(timely, ask, attained="ab", scarce="ab")) == "a"
+
+
 def test_a_late_request_waits_where_it_would_harm_others_everywhere() -> None:
     """In a lane of its own, until the caller's patience ends; then the best instance gets it."""
     core = deadline_core()
@@ -296,13 +310,13 @@ def test_a_late_request_waits_where_it_would_harm_others_everywhere() -> None:
 
 
 def test_nobody_waits_without_end() -> None:
-    """Where the caller has any patience, a request that is late already waits for a minute at most."""
+    """Where the caller has any patience, a request that is late already waits for ten seconds at most."""
     core = deadline_core()
     decision, ask = late(core, SERVE_LATE)
     told(decision, ask, harmful="ab")
     queue = core.queue("")
     assert queue is not None
-    assert queue.deadline_s(decision.admission.number) == NOW_S + MAX_PATIENT_S
+    assert queue.deadline_s(decision.admission.number) == NOW_S + MAX_LATE_S
 
 
 def test_a_demoted_request_is_best_effort_without_deadlines() -> None:

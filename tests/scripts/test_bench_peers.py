@@ -16,9 +16,10 @@ import pytest
 
 from scripts import bench_peers, peers
 from scripts.bench_peers import ROWS, Way, World, results_of, sent, table_of, way_through
+from scripts.bench_requests import FIRST_MS, NUM_EVENTS, request_body
 from scripts.load_client import LoadSample, load
 from scripts.processes import Running, stand_in, started
-from scripts.stand_ins import FIRST_MS, NUM_EVENTS, request_body, small_answer, tokens_of
+from scripts.stub_engine import small_answer, tokens_of
 from services.http.client import HttpClient
 from tests.services.waiting import PATIENT_SERVERS, run
 

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 
 from protos.block.v1 import common_pb2, predictor_pb2
-from services.instances import Instance
+from services.instances.instance import Instance
 from services.rpc.messages import indicators_message
 from tests.services.waiting import bound
 

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from predictor.config import EngineConfig
-from predictor.engine import Engine, Outcome
+from predictor.engine import Engine
 from predictor.forecast import Forecaster
+from predictor.outcome import Outcome
 from predictor.profile import load_profile
 from predictor.request import RequestFacts
 from predictor.step_time import StepTime

@@ -125,6 +125,7 @@ def test_processes_return_the_same_results() -> None:
         assert dict(runner(trial_s, trials)) == alone
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("cluster")  # as many processes
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of a Ray that was started twice
 def test_ray_returns_the_same_results() -> None:

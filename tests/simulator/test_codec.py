@@ -12,11 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from predictor.engine_from_snapshot import engine_from
 from predictor.forecast import Forecaster
 from predictor.profile import constant_profile
 from predictor.request import RequestFacts
 from predictor.snapshot import VERSION, LiveRequest
-from predictor.snapshot_conversion import engine_from, snapshot_of
+from predictor.snapshot_of_engine import snapshot_of
 from simulator.codec import plain, request_from, requests_from_file, snapshot_from, snapshot_json
 from tests.predictor.test_request import FACTS, KNOWN_LENGTH
 

@@ -17,13 +17,14 @@ from predictor.request import RequestFacts
 from predictor.state import HELD, NONE
 from scheduler.candidates import RequestIndicators
 from scheduler.intentions import Ask
-from simulator import coupled, kernels
+from simulator import coupled
 from simulator.assembly import simulate, simulation
 from simulator.conditions import Conditions, Outage
 from simulator.coupled_run import CoupledSimulation
 from simulator.fleet import InstanceSpec
 from simulator.goodput import missed_so_far
 from simulator.metrics import latencies, request_table, summary
+from simulator.request_slots import collect_finished
 from simulator.result import STATUSES
 from simulator.workload import Workload
 from tests.simulator.small_clusters import A30, config, poisson
@@ -143,7 +144,7 @@ def run_coupled(specs: list[InstanceSpec], work: Workload, legs: list[Legs]) -> 
             running.send_by(coupled.send_prefill, number, one.prefill, now_s, now_s, 0.1)
     running.run_out()
     for index in range(len(specs)):
-        kernels.collect_finished(running.fleet, running.requests, index)
+        collect_finished(running.fleet, running.requests, index)
     asked, found = running.requests.outcomes, running.requests.legs
     return [
         Times(*map(float, (leg.prefilled_s, leg.fetched_s, one.first_token_s, one.finished_s)))
@@ -259,7 +260,7 @@ def test_forecasts_of_legs_equal_those_of_sidecars() -> None:
         table = running.schedulers[0].core.instances.table
         among = table.candidates(RequestIndicators(prompt_tokens=1, tag_tokens=1.0), now_s, np.array([row]))
         ask = Ask(among, (), True, leg, later_s)
-        columns = running._forecast(ask, 12, now_s)
+        columns = running.forecasts.forecast(running.fleet, running.requests, ask, 12, now_s)
         found[leg] = {name: float(column[0]) for name, column in columns.items()}
     (told,) = Forecaster(decoding).forecast([_request(work, 12, leg=DECODE, in_s=in_s)], now_s)
     assert found[DECODE]["predicted_e2e_s"] == pytest.approx(told.e2e_s, abs=1e-9)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from simulator.assembly import simulate
-from simulator.goodput import GoodputCase, GoodputGoal, GoodputTrial, attained_in, goodputs, run_trial
+from simulator.goodput import GoodputCase, GoodputGoal, GoodputTrial, attained_in, goodputs, requests_of, run_trial
 from simulator.scenario import Scenario, scenario_from
 from tests.simulator.test_capacity import SMALL
 
@@ -93,6 +93,19 @@ def test_trials_count_requests_and_tokens() -> None:
     found = attained_in(result)
     assert 0 < found["attained"] == whole.mean() < 1
     assert found["attained_tokens"] == pytest.approx(np.average(whole, weights=tokens))
+
+
+def test_a_warm_up_shows_what_a_short_run_hides() -> None:
+    """An empty cluster keeps deadlines at a rate that a full one does not; those around count nowhere, but load it."""
+    scenario = small(traffic={"num_requests": 40})
+    short = GoodputTrial(scenario=scenario, policy="jsq", rate=40.0, seed=0, share=1e-9)
+    warm = dataclasses.replace(short, warm_up_s=10.0)
+    work, counts = requests_of(warm)
+    assert (len(work), int(counts.sum()), int(np.flatnonzero(counts)[0])) == (840, 40, 400)
+    assert run_trial(warm)["attained"] < run_trial(short)["attained"]
+    result = simulate(scenario.instance_specs(), work, "jsq", scenario.conditions)
+    kept = result.outcomes.tokens_on_time == result.outcomes.produced_tokens
+    assert run_trial(warm)["attained"] == kept[counts].mean()  # although it ends before the last requests do
 
 
 def test_requests_without_deadlines_count_nowhere() -> None:

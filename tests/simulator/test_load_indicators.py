@@ -6,12 +6,12 @@ from unittest import mock
 
 import pytest
 
-from predictor.compiled import interpreted
+from predictor.state import State
+from predictor.tabulated_costs import Costs
 from scheduler.indicators import INDEX_OF
 from simulator.assembly import simulation
 from simulator.conditions import Conditions
 from simulator.fleet import InstanceSpec
-from simulator.kernels import engine_at
 from simulator.mix import MixEntry, mixed_workload
 from simulator.run import Simulation
 from tests.load_by_hand import load_by_hand
@@ -33,7 +33,8 @@ def test_the_load_of_simulated_engines_is_that_of_sidecars() -> None:
     def refresh(self: Simulation, now_s: float) -> None:
         REFRESH(self, now_s)
         for index, spec in enumerate(specs):
-            state = interpreted(engine_at)(self.fleet.stack, self.fleet.predicted_costs, index)
+            costs = Costs(*(array[index] for array in self.fleet.predicted_costs))
+            state = State(*(array[index] for array in self.fleet.stack[:-1]), costs)  # as `engine_at`
             by_hand = load_by_hand(state, spec.config)
             assert {name: self.reported[INDEX_OF[name], index] for name in by_hand} == pytest.approx(by_hand)
             compared.append(by_hand)

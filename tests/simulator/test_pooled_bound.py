@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from predictor.profile import load_profile
-from predictor.step_time import step_seconds, tabulate
+from predictor.tabulated_costs import step_seconds, tabulate
 from simulator.assembly import simulate
 from simulator.pooled_bound import pooled_config, pooled_step_time
 from simulator.scenario import Instances

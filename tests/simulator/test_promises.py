@@ -111,6 +111,14 @@ def test_overload() -> None:
     assert not shed[batch].any()
 
 
+def test_a_late_request_starts_at_once_where_nothing_else_runs() -> None:
+    """Its own late tokens are no reason to wait, although it still has its targets in the forecast."""
+    scenario = cluster([{**CHAT, "ttft_slo_s": 1e-3, "share": 1, "when_late": "serve"}], 6)
+    result = run(scenario, 0.1, "slo")
+    assert (result.decisions.decided_s - result.work.arrival_s).max() < 0.5
+
+
+@pytest.mark.slow
 def test_retry_after_is_about_right() -> None:
     """The median of the errors stays below half of the time after which the request would have been admitted at once."""
     scenario = cluster([{**CHAT, "share": 8}, {**BATCH, "share": 2}], 300)
@@ -124,6 +132,7 @@ def test_retry_after_is_about_right() -> None:
     assert any(one.actual_s > 0.3 for one in times)
 
 
+@pytest.mark.slow
 def test_several_schedulers_share_a_load() -> None:
     """Each has queues of its own: nobody is lost, and those that are admitted attain as much."""
     attained = {}

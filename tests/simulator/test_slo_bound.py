@@ -12,7 +12,8 @@ import pytest
 from scipy.optimize import linprog
 
 from predictor.gain import ServiceLevels, default_levels
-from predictor.step_time import Costs, Curve, StepTime, step_seconds, tabulate
+from predictor.step_time import Curve, StepTime
+from predictor.tabulated_costs import Costs, step_seconds, tabulate
 from simulator.assembly import simulate
 from simulator.fleet import InstanceSpec
 from simulator.mix import mix_from, mixed_workload

@@ -15,7 +15,8 @@ from simulator.assembly import simulate
 from simulator.scenario import Scenario
 from tests.simulator.test_promises import AGENT, BATCH, CAPACITY, CHAT, ENGINE, cluster
 
-UNTIL = 7  # the position among the arguments of a forecast
+UNTIL = 7  # the position among the arguments of a forecast; the next one is the least slack
+MIN_SLACK_S = 0.5
 MIX = [{**one, "share": 3} for one in (CHAT, AGENT, BATCH)]
 
 
@@ -31,12 +32,15 @@ class Verdicts:
         """Compare, and return the whole results."""
         results = arguments[-1]
         made = {}
-        for until in (ALL_KEPT, OTHERS_KEPT, TO_THE_END):
-            self._forecast(*arguments[:UNTIL], until, *arguments[UNTIL + 1 :])
-            made[until] = results.copy()
-        whole, verdict = made[TO_THE_END], made[ALL_KEPT]
+        for until, min_slack_s in ((ALL_KEPT, 0.0), (OTHERS_KEPT, 0.0), (OTHERS_KEPT, MIN_SLACK_S), (TO_THE_END, 0.0)):
+            self._forecast(*arguments[:UNTIL], until, min_slack_s, *arguments[UNTIL + 2 :])
+            made[until, min_slack_s] = results.copy()
+        whole, verdict = made[TO_THE_END, 0.0], made[ALL_KEPT, 0.0]
         harms = harmful(whole)
-        np.testing.assert_array_equal(harmful(made[OTHERS_KEPT]), harms)
+        np.testing.assert_array_equal(harmful(made[OTHERS_KEPT, 0.0]), harms)
+        with_slack = made[OTHERS_KEPT, MIN_SLACK_S]
+        leaves_slack = ~harms & (whole["least_slack_s"] >= MIN_SLACK_S)
+        np.testing.assert_array_equal(~harmful(with_slack) & (with_slack["least_slack_s"] >= MIN_SLACK_S), leaves_slack)
         harms |= whole["num_preemptions"] > 0
         kept = (whole["attained"] > 0) & ~harms
         ours = (verdict["attained"] > 0) & ~harmful(verdict) & (verdict["num_preemptions"] == 0)
@@ -49,6 +53,7 @@ class Verdicts:
             "others missed": int((whole["others_missed"] > 0).sum()),
             "others preempted": int((whole["others_preempted"] > 0).sum()),
             "ended early": int(np.isnan(verdict["finished_s"]).sum()),
+            "little slack": int((~harmful(whole) & ~leaves_slack).sum()),
         })  # fmt: skip
 
 
@@ -82,4 +87,4 @@ def test_they_agree(monkeypatch: pytest.MonkeyPatch, engine: dict[str, Any], pol
     scenario = cluster(MIX, 150, deadline_margin_s=0.02).changed(instances={"engine": {**ENGINE, **engine}})
     seen = seen_in(monkeypatch, scenario, 4.0 * CAPACITY, policy)
     refused = seen["own missed"] + seen["others missed"] + seen["others preempted"]
-    assert min(seen["kept"], refused, seen["ended early"]) > 10, seen
+    assert min(seen["kept"], refused, seen["ended early"], seen["little slack"]) > 10, seen

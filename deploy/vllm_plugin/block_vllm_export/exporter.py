@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import starmap
 from typing import Any
 
@@ -15,38 +15,18 @@ from . import layout
 from .adapters import AdapterMemory
 from .blocks import BlockContents
 from .drafts import count_drafts
+from .exported_request import ExportedRequest
 from .identity import short_hash
 from .scheduler_names import names_for
 from .settings import require_supported, settings_of
+from .transfer_stages import TransferStages
 from .vllm_version import chosen_rules
-from .writer import NEVER, UNKNOWN, Writer
+from .writer import Writer
 from .xargs import facts_in
 
 SPARE_SLOTS = 64
 REASON_OF = {"FINISHED_STOPPED": "stop", "FINISHED_LENGTH_CAPPED": "length", "FINISHED_ABORTED": "abort"}
 COMPLETED = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
-
-
-@dataclass(slots=True)
-class ExportedRequest:
-    """A request in its slot, and what has been written of it."""
-
-    request: Any
-    slot: int
-    serial: int
-    arrival_s: float
-    runs: bool = False
-    scheduled_s: float = NEVER
-    first_token_s: float = NEVER
-    hit_tokens: int = 0
-    prefill_tokens: int = UNKNOWN
-    num_hashes: int = 0
-    num_tabled: int = 0
-    stage: int = layout.NO_TRANSFER
-    fetch_started_s: float = NEVER
-    fetch_ended_s: float = NEVER
-    held_until_s: float = NEVER
-    row: tuple[Any, ...] = field(default=())
 
 
 @dataclass(slots=True)
@@ -96,10 +76,10 @@ class Exporter:
         self._contents = BlockContents(self._pool, self._writer.blocks) if has_contents else None
         self._exported: dict[str, ExportedRequest] = {}
         self._free_slots = list(range(self._writer.num_slots - 1, -1, -1))
-        self._has_connector = getattr(scheduler, "connector", None) is not None
+        has_connector = getattr(scheduler, "connector", None) is not None
+        self._transfers = TransferStages(scheduler, self._writer) if has_connector else None
         self._lease_s = settings["engine"].get("kv_lease_s", 0.0)
         self._held: list[ExportedRequest] = []  # that have ended while their blocks are held, or still written to
-        self._fetching: list[ExportedRequest] = []
         self._serial = self._num_planned = self._num_preemptions = 0
         self._steps: deque[StepInFlight] = deque()
         self._last_end_s = 0.0
@@ -140,8 +120,8 @@ class Exporter:
         `results` are those that the worker returned for the step.
         """
         now_s = time.monotonic()
-        if self._fetching:
-            self._note_fetched(results, now_s)
+        if self._transfers:
+            self._transfers.note_fetched(results, now_s)
         while any(step.output is output for step in self._steps):
             step = self._steps.popleft()
             if step.output is not output:
@@ -177,7 +157,7 @@ class Exporter:
         requests = self._scheduler.requests
         for name in [name for name, entry in self._exported.items() if requests.get(name) is not entry.request]:
             self._release_slot(self._exported.pop(name))
-        if self._has_connector:
+        if self._transfers:
             self._update_held()
         for name, request in requests.items():
             if name not in self._exported and not request.is_finished():
@@ -193,22 +173,6 @@ class Exporter:
                 entry.stage = layout.BLOCKS_HELD if is_held else layout.FETCHING
                 self._add_outcome(entry)
                 self._held.append(entry)
-
-    def _note_fetched(self, results: Any, now_s: float) -> None:
-        """Note the ends of fetches; the connector's own measurements tell how long they took."""
-        ready = self._scheduler.finished_recving_kv_req_ids
-        stats = getattr(getattr(results, "kv_connector_output", None), "kv_connector_stats", None)
-        seconds = (getattr(stats, "data", None) or {}).get("transfer_duration") or ()
-        for entry in [one for one in self._fetching if one.request.request_id in ready]:
-            self._fetching.remove(entry)
-            entry.fetch_ended_s = now_s
-            if entry.request.request_id in self._scheduler.failed_recving_kv_req_ids:
-                entry.fetch_started_s = NEVER
-                continue
-            if seconds:
-                entry.fetch_ended_s = min(now_s, entry.fetch_started_s + sum(seconds) / len(seconds))
-            self._writer.state["num_fetched"] += 1
-        self._fetching = [one for one in self._fetching if not one.request.is_finished()]
 
     def _take_slot(self, request: Any) -> ExportedRequest:
         if not self._free_slots:
@@ -230,7 +194,7 @@ class Exporter:
             max_tokens=min(int(request.max_tokens), self._scheduler.max_model_len - prompt_tokens),
             min_tokens=int(getattr(request.sampling_params, "min_tokens", 0) or 0),
             priority=int(request.priority),
-            leg=self._leg(request),
+            leg=self._transfers.leg(request) if self._transfers else layout.SERVE,
             adapter=_adapter_of(request),
             **facts,
         )
@@ -281,8 +245,8 @@ class Exporter:
         holding = [exported[one.request_id] for one in with_blocks]
         slots = {entry.slot for entry in holding}
         waiting = [entry for entry in queue if entry.slot not in slots] if slots else queue
-        if self._has_connector:
-            self._update_stages(running, holding, waiting)
+        if self._transfers:
+            self._transfers.update(running, holding, waiting)
         rows, size, write = memoryview(writer.live.view(np.uint8)), layout.LIVE.itemsize, layout.LIVE_ROW.pack_into
         for group, runs, holds in (
             (running, True, True), (holding, False, True), (waiting, False, False), (self._held, True, True),
@@ -337,45 +301,6 @@ class Exporter:
 
     def _is_live(self, entry: ExportedRequest) -> bool:
         return self._exported.get(entry.request.request_id) is entry and entry.held_until_s < 0
-
-    def _leg(self, request: Any) -> int:
-        """Return the part of a request that this engine serves."""
-        params = request.kv_transfer_params if self._has_connector else None
-        if not params:
-            return layout.SERVE
-        if params.get("do_remote_decode"):
-            return layout.PREFILL
-        # vLLM resets `do_remote_prefill` when the fetch begins
-        is_decode = params.get("do_remote_prefill") or params.get("remote_request_id")
-        return layout.DECODE if is_decode else layout.SERVE
-
-    def _update_stages(
-        self, running: list[ExportedRequest], holding: list[ExportedRequest], waiting: list[ExportedRequest]
-    ) -> None:
-        """Note where the fetches of waiting requests stand."""
-        scheduler = self._scheduler
-        for entry in running:
-            entry.stage = layout.NO_TRANSFER
-        for entry in waiting:
-            params = entry.request.kv_transfer_params
-            entry.stage = layout.TO_FETCH if params and params.get("do_remote_prefill") else layout.NO_TRANSFER
-        for entry in holding:
-            name = entry.request.request_id
-            if entry.request.status.name != "WAITING_FOR_REMOTE_KVS":
-                entry.stage = layout.NO_TRANSFER
-            elif name in scheduler.finished_recving_kv_req_ids:
-                has_failed = name in scheduler.failed_recving_kv_req_ids
-                entry.stage = layout.FETCH_FAILED if has_failed else layout.FETCHED
-            else:
-                if entry.stage != layout.FETCHING:
-                    self._note_fetch(entry)
-                entry.stage = layout.FETCHING
-
-    def _note_fetch(self, entry: ExportedRequest) -> None:
-        """Note the start of a fetch."""
-        entry.fetch_started_s, entry.fetch_ended_s = time.monotonic(), NEVER
-        entry.hit_tokens = int(getattr(entry.request.prefill_stats, "num_local_cached_tokens", 0))
-        self._fetching.append(entry)
 
     def _row(self, entry: ExportedRequest, runs: bool, holds: bool) -> tuple[Any, ...]:
         """Return a request's row of `live`; new blocks and hashes are written too."""

@@ -56,7 +56,7 @@ class RuleScheduler:
         is_new = request.request_id not in self.requests
         super().add_request(request)
         if is_new and self.block_planner is not None:
-            self.block_planner.added(request)
+            self.block_planner.followed.added(request)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Schedule a step by the rule."""
@@ -109,7 +109,7 @@ class RuleScheduler:
             return num_new_tokens
         planned = plan.tokens.get(request.request_id)
         if planned is None:
-            return 0 if self.block_planner.knows(request) else num_new_tokens
+            return 0 if self.block_planner.followed.knows(request) else num_new_tokens
         return planned if planned < num_new_tokens else num_new_tokens  # noqa: FURB136 - asked for each request
 
     def _block_guarded(self, action: str, *args: Any) -> Any:

@@ -13,6 +13,7 @@ from .vllm_version import chosen_rules, known_version, running_version
 
 DEFAULT_FILE = "/dev/shm/block/vllm.state"  # noqa: S108 - shared memory, in a folder that the writer creates as private
 DEFAULT_LEASE_S = 30  # vLLM 0.32 distributed/kv_transfer/kv_connector/v1/nixl/base_scheduler.py
+MODELLED_CONNECTORS = ("NixlConnector", "NixlPullConnector", "NixlPushConnector")
 EARLY_SYNC_INTERVAL = 32  # vLLM 0.28 and 0.29 v1/engine/core.py `_has_global_unfinished_reqs`
 
 
@@ -48,7 +49,31 @@ def settings_of(scheduler: Any) -> dict[str, Any]:
         "model": str(scheduler.vllm_config.model_config.model),
         "source": f"vllm {running_version()}",
         **rank_settings(scheduler.vllm_config),
+        **({"not_modelled": named} if (named := not_modelled(scheduler)) else {}),
     }
+
+
+def not_modelled(scheduler: Any) -> list[str]:
+    """Return what changes the scheduler's decisions and is no part of Block's engine model, each in a few words."""
+    named = []
+    if (interval := prefill_interval(scheduler)) > 1:
+        named.append(f"prefill_schedule_interval {interval}")
+    kind = type(scheduler)
+    if not kind.__module__.startswith("vllm.") and not hasattr(scheduler, "block_planner"):
+        named.append(f"scheduler_cls {kind.__module__}.{kind.__qualname__}")
+    if (connector := getattr(scheduler, "connector", None)) is not None:
+        name = str(scheduler.vllm_config.kv_transfer_config.kv_connector)
+        if name not in MODELLED_CONNECTORS:
+            named.append(f"kv_connector {name or type(connector).__name__}")
+    return named
+
+
+def prefill_interval(scheduler: Any) -> int:
+    """Return in every how many steps prompts are computed; before 0.33 in each, except by ranks in lockstep."""
+    config = scheduler.vllm_config
+    if config.parallel_config.data_parallel_size > 1 and config.model_config.is_moe:
+        return int(getattr(scheduler.scheduler_config, "prefill_schedule_interval", 1))
+    return int(getattr(scheduler, "local_prefill_interval", 1))
 
 
 def rank_settings(config: Any) -> dict[str, Any]:

@@ -663,6 +663,7 @@ class Forecast(_message.Message):
     output_tokens: _builtins.int
     num_preemptions: _builtins.int
     prefix_hit_tokens: _builtins.int
+    """absent where the hits are unknown; the forecast then counts none"""
     others_preempted: _builtins.int
     """Its effects on the requests that are there; absent where they were not asked for.
     additional preemptions among them
@@ -687,7 +688,7 @@ class Forecast(_message.Message):
     gain_after: _builtins.float
     """with it"""
     least_slack_s: _builtins.float
-    """the least time to its deadline at which a token comes, of any request whose"""
+    """the least time to its deadline at which a token comes in time, of any request"""
     unmeasured: _builtins.float
     """The share of its time in steps whose batches lie outside of what the profile of the engine measured, from 0 to 1."""
     offloaded_hit_tokens: _builtins.int
@@ -706,7 +707,7 @@ class Forecast(_message.Message):
         queue_s: _builtins.float = ...,
         output_tokens: _builtins.int = ...,
         num_preemptions: _builtins.int = ...,
-        prefix_hit_tokens: _builtins.int = ...,
+        prefix_hit_tokens: _builtins.int | None = ...,
         others_preempted: _builtins.int | None = ...,
         delay_sum_s: _builtins.float | None = ...,
         delay_worst_s: _builtins.float | None = ...,
@@ -720,9 +721,9 @@ class Forecast(_message.Message):
         approximations: _abc.Iterable[_builtins.str] | None = ...,
         offloaded_hit_tokens: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_attained", b"_attained", "_delay_sum_s", b"_delay_sum_s", "_delay_worst_s", b"_delay_worst_s", "_fetched_s", b"_fetched_s", "_gain_after", b"_gain_after", "_gain_before", b"_gain_before", "_least_slack_s", b"_least_slack_s", "_others_missed", b"_others_missed", "_others_preempted", b"_others_preempted", "attained", b"attained", "delay_sum_s", b"delay_sum_s", "delay_worst_s", b"delay_worst_s", "fetched_s", b"fetched_s", "gain_after", b"gain_after", "gain_before", b"gain_before", "least_slack_s", b"least_slack_s", "others_missed", b"others_missed", "others_preempted", b"others_preempted"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_attained", b"_attained", "_delay_sum_s", b"_delay_sum_s", "_delay_worst_s", b"_delay_worst_s", "_fetched_s", b"_fetched_s", "_gain_after", b"_gain_after", "_gain_before", b"_gain_before", "_least_slack_s", b"_least_slack_s", "_others_missed", b"_others_missed", "_others_preempted", b"_others_preempted", "_prefix_hit_tokens", b"_prefix_hit_tokens", "attained", b"attained", "delay_sum_s", b"delay_sum_s", "delay_worst_s", b"delay_worst_s", "fetched_s", b"fetched_s", "gain_after", b"gain_after", "gain_before", b"gain_before", "least_slack_s", b"least_slack_s", "others_missed", b"others_missed", "others_preempted", b"others_preempted", "prefix_hit_tokens", b"prefix_hit_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_attained", b"_attained", "_delay_sum_s", b"_delay_sum_s", "_delay_worst_s", b"_delay_worst_s", "_fetched_s", b"_fetched_s", "_gain_after", b"_gain_after", "_gain_before", b"_gain_before", "_least_slack_s", b"_least_slack_s", "_others_missed", b"_others_missed", "_others_preempted", b"_others_preempted", "approximations", b"approximations", "attained", b"attained", "delay_sum_s", b"delay_sum_s", "delay_worst_s", b"delay_worst_s", "e2e_s", b"e2e_s", "fetched_s", b"fetched_s", "gain_after", b"gain_after", "gain_before", b"gain_before", "least_slack_s", b"least_slack_s", "num_preemptions", b"num_preemptions", "offloaded_hit_tokens", b"offloaded_hit_tokens", "others_missed", b"others_missed", "others_preempted", b"others_preempted", "output_tokens", b"output_tokens", "prefix_hit_tokens", b"prefix_hit_tokens", "queue_s", b"queue_s", "request_id", b"request_id", "tpot_s", b"tpot_s", "ttft_s", b"ttft_s", "unmeasured", b"unmeasured"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_attained", b"_attained", "_delay_sum_s", b"_delay_sum_s", "_delay_worst_s", b"_delay_worst_s", "_fetched_s", b"_fetched_s", "_gain_after", b"_gain_after", "_gain_before", b"_gain_before", "_least_slack_s", b"_least_slack_s", "_others_missed", b"_others_missed", "_others_preempted", b"_others_preempted", "_prefix_hit_tokens", b"_prefix_hit_tokens", "approximations", b"approximations", "attained", b"attained", "delay_sum_s", b"delay_sum_s", "delay_worst_s", b"delay_worst_s", "e2e_s", b"e2e_s", "fetched_s", b"fetched_s", "gain_after", b"gain_after", "gain_before", b"gain_before", "least_slack_s", b"least_slack_s", "num_preemptions", b"num_preemptions", "offloaded_hit_tokens", b"offloaded_hit_tokens", "others_missed", b"others_missed", "others_preempted", b"others_preempted", "output_tokens", b"output_tokens", "prefix_hit_tokens", b"prefix_hit_tokens", "queue_s", b"queue_s", "request_id", b"request_id", "tpot_s", b"tpot_s", "ttft_s", b"ttft_s", "unmeasured", b"unmeasured"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__attained: _TypeAlias = _typing.Literal["attained"]  # noqa: Y015
     _WhichOneofArgType__attained: _TypeAlias = _typing.Literal["_attained", b"_attained"]  # noqa: Y015
@@ -742,6 +743,8 @@ class Forecast(_message.Message):
     _WhichOneofArgType__others_missed: _TypeAlias = _typing.Literal["_others_missed", b"_others_missed"]  # noqa: Y015
     _WhichOneofReturnType__others_preempted: _TypeAlias = _typing.Literal["others_preempted"]  # noqa: Y015
     _WhichOneofArgType__others_preempted: _TypeAlias = _typing.Literal["_others_preempted", b"_others_preempted"]  # noqa: Y015
+    _WhichOneofReturnType__prefix_hit_tokens: _TypeAlias = _typing.Literal["prefix_hit_tokens"]  # noqa: Y015
+    _WhichOneofArgType__prefix_hit_tokens: _TypeAlias = _typing.Literal["_prefix_hit_tokens", b"_prefix_hit_tokens"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__attained) -> _WhichOneofReturnType__attained | None: ...
     @_typing.overload
@@ -760,6 +763,8 @@ class Forecast(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__others_missed) -> _WhichOneofReturnType__others_missed | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__others_preempted) -> _WhichOneofReturnType__others_preempted | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prefix_hit_tokens) -> _WhichOneofReturnType__prefix_hit_tokens | None: ...
 
 Global___Forecast: _TypeAlias = Forecast  # noqa: Y015
 

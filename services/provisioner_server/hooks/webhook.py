@@ -17,7 +17,9 @@ from urllib.parse import urlsplit
 
 from protos.block.v1 import provisioner_pb2 as pb
 from scheduler.backoff import Backoff
-from services.http.client import HttpClient, origin_of, request_head
+from services.http.client import HttpClient
+from services.http.headers import request_head
+from services.http.origin import origin_of
 from services.logs import log_event
 from services.provisioner_server.hooks import Hook, HookError, require_done
 from services.provisioner_server.hooks.command import MAX_BYTES, reply_from

@@ -13,9 +13,10 @@ from hypothesis import given
 from predictor.batching import settled
 from predictor.config import EngineConfig
 from predictor.engine import Engine
+from predictor.engine_from_snapshot import engine_from
 from predictor.request import BEST_EFFORT, REAL_TIME, RequestFacts, Slo
 from predictor.snapshot import TwoEndedBlock
-from predictor.snapshot_conversion import engine_from, snapshot_of
+from predictor.snapshot_of_engine import snapshot_of
 from predictor.step_time import StepTime
 from tests.inspecting import expect_blocks_conserved, expect_nothing_left
 from tests.oracle import ordered_rules
@@ -191,6 +192,7 @@ def test_the_real_time_request_with_the_most_time_left_is_dropped() -> None:
     expect_nothing_left(engine)
 
 
+@pytest.mark.slow
 def test_shared_blocks_are_the_oracles_and_conserved() -> None:
     """At every step, with shortage of blocks and tokens in host memory."""
     num_checkpointed = 0

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from predictor.config import EngineConfig
 from predictor.engine import Engine
+from predictor.engine_from_snapshot import engine_from
 from predictor.forecast import Forecaster
 from predictor.request import RequestFacts
-from predictor.snapshot_conversion import engine_from, snapshot_of
+from predictor.snapshot_of_engine import snapshot_of
 from predictor.speculation import METHODS, configured_drafts
 from predictor.step_time import Curve, StepTime
 from tests.oracle import vllm_v1

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from predictor.fitting.model_shard import LONGEST, share_of
-from tests.predictor.fitting.model_configs import GLM_45_AIR
+from tests.predictor.fitting.model_configs import DEEPSEEK_V3, GLM_45_AIR
 
 LLAMA_8B: dict[str, Any] = {
     "model_type": "llama",
@@ -22,6 +22,7 @@ LLAMA_8B: dict[str, Any] = {
     "torch_dtype": "bfloat16",
     "max_position_embeddings": 131072,
 }
+DEEPSEEK = {name: value for name, value in DEEPSEEK_V3.items() if name != "quantization_config"}
 
 
 def test_a_whole_model_on_one_device_has_its_published_size() -> None:
@@ -88,7 +89,7 @@ def test_each_device_has_a_part_of_every_expert() -> None:
         ({"model_type": "gpt2"}, 1, "model_type: 'gpt2' cannot be timed"),
         ({"model_type": None}, 1, "model_type"),
         ({"quantization_config": {"quant_method": "fp8"}}, 1, "quantization_config"),
-        ({"model_type": "deepseek_v3"}, 1, "model_type: 'deepseek_v3' cannot be timed"),
+        ({"model_type": "deepseek_v32"}, 1, "model_type: 'deepseek_v32' cannot be timed"),
         ({"num_experts": 64, "num_experts_per_tok": 8}, 1, "moe_intermediate_size: missing"),
         ({"torch_dtype": "fp8"}, 1, "torch_dtype"),
         ({"torch_dtype": "int4"}, 1, "torch_dtype"),
@@ -105,3 +106,46 @@ def test_models_that_cannot_be_timed_are_refused(changed: dict[str, Any], device
     """Other architectures, quantized weights, experts without a size, and devices that cannot share."""
     with pytest.raises(ValueError, match=error):
         share_of({**LLAMA_8B, **changed}, tensor_parallel=devices)
+
+
+@given(st.sampled_from([1, 2, 8, 16, 128]))
+@settings(deadline=None)
+def test_every_device_has_whole_latents(devices: int) -> None:
+    """Heads and their values are divided; what a token leaves in the cache is not, whatever the number of KV heads."""
+    share = share_of(DEEPSEEK, tensor_parallel=devices)
+    assert share.num_heads * devices == 128
+    assert share.attended_size * devices == 128 * 128
+    assert (share.num_kv_heads, share.kv_bytes) == (1, 2 * (512 + 64))
+    assert share.kv_bytes * 61 == share.model.kv_bytes_per_token
+
+
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite"])
+def test_families_with_latents(family: str) -> None:
+    """They have one kind of layer, without biases; queries may have no latent."""
+    share = share_of({**DEEPSEEK, "model_type": family, "q_lora_rank": None, "attention_bias": True})
+    assert share.model.latent is not None
+    assert share.model.latent.query_rank == 0
+    assert not share.has_qkv_bias
+
+
+@pytest.mark.parametrize(
+    ("changed", "error"),
+    [
+        ({"kv_lora_rank": None}, "kv_lora_rank: missing"),
+        ({"qk_rope_head_dim": None}, "qk_rope_head_dim: missing"),
+        ({"v_head_dim": 256}, "v_head_dim: 256 is more than qk_nope_head_dim and qk_rope_head_dim, 192"),
+        ({"index_topk": 2048}, "index_topk: kernels of sparse attention"),
+        ({"model_type": "glm4_moe_lite", "kv_lora_rank": None}, "kv_lora_rank: missing"),
+        ({"model_type": "llama"}, "kv_lora_rank: model_type llama has no latent attention"),
+    ],
+)
+def test_latents_that_cannot_be_timed_are_refused(changed: dict[str, Any], error: str) -> None:
+    """The line starts with the field."""
+    with pytest.raises(ValueError, match=f"^{error}"):
+        share_of({**DEEPSEEK, **changed})
+
+
+def test_a_missing_query_latent_is_named() -> None:
+    """Null is for queries without a latent; without the field they would have the default of transformers."""
+    with pytest.raises(ValueError, match="^q_lora_rank: missing"):
+        share_of({name: value for name, value in DEEPSEEK.items() if name != "q_lora_rank"})

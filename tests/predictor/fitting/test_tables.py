@@ -29,7 +29,8 @@ from predictor.fitting.vidur_tables import (
     read_layer_table,
     scaled_attention,
 )
-from predictor.step_time import StepTime, step_seconds, tabulate
+from predictor.step_time import StepTime
+from predictor.tabulated_costs import step_seconds, tabulate
 
 DATA = Path(os.environ.get("BLOCK_DATA", Path(__file__).parents[4] / "shared" / "data"))
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="BLOCK_DATA names no data")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
 from predictor.kv_events.events import BlocksRemoved, BlocksStored, CacheCleared, KvEvent, KvEventBatch
-from predictor.kv_events.index import KvEventIndex
+from predictor.kv_events.index import MAX_MEDIA, KvEventIndex
 from tests.predictor.kv_events.making import SIZE, CacheOracle, names_of, new_index, require_equal
 
 PROMPT = tuple(range(1, 3 * SIZE + 1))
@@ -128,3 +129,23 @@ def test_it_knows_which_blocks_followed_since_a_moment() -> None:
     assert index.followers_of(first, stored_from=index.moment()) == []
     assert index.has(first, stored_before=moment)
     assert not index.has(second, stored_before=moment)
+
+
+def test_off_loading_tiers_are_bounded_and_forgotten_when_they_are_empty() -> None:
+    """An engine that names a medium for each block does not fill the memory."""
+    index = new_index()
+
+    def take(event: BlocksStored | BlocksRemoved) -> None:
+        index.apply(KvEventBatch(published_s=1.0, events=(event,)))
+
+    stored = BlocksStored(hashes=(1,), parent=None, token_ids=tuple(range(SIZE)), block_size=SIZE)
+    take(stored)
+    for number in range(1000):
+        take(replace(stored, medium=f"M{number}"))
+    assert len(index.num_offloaded()) == MAX_MEDIA
+    assert index.num_ignored == 1000 - MAX_MEDIA
+    for number in range(1000):
+        take(BlocksRemoved(hashes=(1,), medium=f"M{number}"))
+    assert index.num_offloaded() == {}
+    take(replace(stored, medium="CPU"))
+    assert index.num_offloaded() == {"CPU": 1}

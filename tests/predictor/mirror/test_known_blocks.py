@@ -15,13 +15,15 @@ from predictor.engine import Engine
 from predictor.forecast import Forecaster
 from predictor.kv_events.events import BlocksStored, KvEventBatch
 from predictor.kv_events.stream import KvEventStream
-from predictor.mirror.events import RequestArrived, RequestEnded, TokensReceived
+from predictor.mirror.events import MetricsScraped, RequestArrived, RequestEnded, TokensReceived
 from predictor.mirror.mirror import EngineMirror
 from predictor.mirror.models import MirrorOptions
+from predictor.mirror.request_correction import SURPLUS_SCRAPES
+from predictor.mirror.scraped_metrics import ScrapedMetrics
 from predictor.request import RequestFacts
 from predictor.reserved_requests import ReportedLengths
 from predictor.state import FINISHED, NONE
-from services.emulator.exporter import ContentHashes
+from services.emulator.content_hashes import ContentHashes
 from services.emulator.kv_events import EmulatedKvEvents
 from services.emulator.tokens import content_hashes
 from services.kv_events.settings import KvEventSettings
@@ -193,3 +195,22 @@ def test_what_it_does_not_know_of_the_cache_is_named() -> None:
     assert view.offloaded_hits(content_hashes([*tokens, *range(3 * SIZE, 5 * SIZE)], SIZE)) == 1
     without_cache = mirror_of(CONFIG, None)
     assert UNKNOWN_PREFIXES in named(without_cache)
+
+
+def test_requests_that_the_engine_no_longer_has_leave_no_names() -> None:
+    """Their clients may never end them, or end them later."""
+    stream = stream_of(KvEventSettings(endpoint="ipc://unused"))
+    mirror = mirror_of(CONFIG, stream)
+    mirror.record(MetricsScraped(metrics=ScrapedMetrics(running=0, waiting=0)), 0.5)
+    silent = RequestArrived(name="silent", request_id="silent", prompt_tokens=64, token_ids=tuple(range(64)))
+    mirror.record(replace(silent, max_tokens=400, streamed=True), 1.0)
+    models = mirror._apply_events(2.0)
+    assert models.blocks is not None
+    assert len(models.blocks.names_of("silent")) == 4
+    for scrape in range(SURPLUS_SCRAPES + 1):
+        mirror.record(MetricsScraped(metrics=ScrapedMetrics(running=0, waiting=0)), 4.0 + scrape)
+        mirror.view(4.0 + scrape)
+    assert "silent" not in models.tracker
+    mirror.record(RequestEnded(name="silent", num_tokens=0, completed=False), 20.0)
+    mirror.view(20.0)
+    assert models.blocks.names_of("silent") == []

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -21,8 +24,9 @@ from predictor.mirror.events import (
     TokensReceived,
     UnknownRequestsChanged,
 )
-from predictor.mirror.mirror import SURPLUS_SCRAPES, EngineMirror, InconsistentModelError, NoModelError
+from predictor.mirror.mirror import EngineMirror, InconsistentModelError, NoModelError
 from predictor.mirror.models import MirrorOptions
+from predictor.mirror.request_correction import SURPLUS_SCRAPES
 from predictor.mirror.scraped_metrics import ScrapedMetrics
 from predictor.mirror.unknown_requests import NUM_SCRAPES
 from predictor.request import RequestFacts
@@ -103,6 +107,37 @@ def test_without_settings_there_is_no_model() -> None:
     assert isinstance(started, MirrorStarted)
     assert (started.config.num_gpu_blocks, started.config.max_model_len) == (257, 512)
     assert shown == RequestShown(request_id="a")
+
+
+def test_requests_that_end_before_there_is_a_model_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine whose metrics are never served costs no more memory than the requests on it."""
+    monkeypatch.setattr("predictor.mirror.event_backlog.PRUNED_EVENTS", 8)
+    mirror = mirror_with(engine={})
+    mirror.record(arrival("stays"), 100.5)
+    for number in range(200):
+        mirror.record(arrival(f"r{number}", token_ids=(1, 2, 3)), 101.0 + number)
+        mirror.record(TokensReceived(name=f"r{number}", num_tokens=1), 101.2 + number)
+        mirror.record(RequestEnded(name=f"r{number}", num_tokens=2, completed=True), 101.5 + number)
+        with pytest.raises(NoModelError):
+            mirror.view(101.9 + number)
+        assert len(mirror._events) < 30
+    mirror.record(scraped(settings={"num_gpu_blocks": 257, "block_size": 16}, running=1, waiting=0), 400.0)
+    assert sum(queues(mirror, 400.0)) == 1
+
+
+def test_a_restarted_engine_has_the_settings_that_it_reports_now() -> None:
+    """What it no longer reports, such as speculative decoding, is forgotten; what its other replies say is not."""
+    mirror = mirror_with(engine={})
+    pool = {"num_gpu_blocks": 257, "block_size": 16}
+    mirror.record(ModelLengthRead(max_model_len=512), 100.5)
+    speculative = {"speculative_method": "eagle", "num_speculative_tokens": 2}
+    mirror.record(scraped(settings={**pool, **speculative}, generation_tokens=50.0), 101.0)
+    assert mirror.view(101.0).engine.config.num_speculative_tokens == 2
+    mirror.record(scraped(settings=pool, generation_tokens=60.0), 102.0)
+    assert mirror.view(102.0).engine.config.num_speculative_tokens == 2
+    mirror.record(scraped(settings=pool, generation_tokens=1.0), 103.0)
+    config = mirror.view(103.0).engine.config
+    assert (config.speculative_method, config.num_speculative_tokens, config.max_model_len) == ("", 0, 512)
 
 
 def test_invalid_settings_are_named() -> None:
@@ -275,3 +310,12 @@ def test_without_a_connector_a_leg_is_a_whole_request() -> None:
     mirror = mirror_with()
     mirror.record(arrival("a", leg="decode"), 101.0)
     assert queues(mirror, 101.01) == (1, 0)
+
+
+def test_a_mirror_runs_with_interpreted_kernels() -> None:
+    """For a debugger."""
+    name = test_a_request_is_followed_from_arrival_to_end.__name__
+    code = f"from {__name__} import {name}; {name}()"
+    environment = {**os.environ, "NUMBA_DISABLE_JIT": "1"}
+    made = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert made.returncode == 0, made.stderr[-3000:]

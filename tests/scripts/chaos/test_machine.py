@@ -62,6 +62,17 @@ def test_a_clock_jumps_for_one_process_alone(tmp_path: Path) -> None:
         assert monotonic == pytest.approx(0, abs=60)
 
 
+def test_processes_with_a_clock_of_their_own_can_sleep(tmp_path: Path) -> None:
+    """Sidecars do, while an engine writes its state."""
+    clocks = WallClocks(tmp_path)
+    if clocks.why_not:
+        pytest.skip(clocks.why_not)
+    environment = {**os.environ, **clocks.environment("one")}
+    program = "import time; start_s = time.monotonic(); time.sleep(0.01); print(time.monotonic() - start_s)"
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert float(done.stdout) >= 0.01
+
+
 def test_what_killed_processes_leave_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What belongs to a process that runs stays."""
     monkeypatch.setattr("scripts.chaos.machine.MEMORY", tmp_path)

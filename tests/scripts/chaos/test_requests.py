@@ -22,8 +22,9 @@ from scripts.chaos.requests import (
     request_of,
     requests_of,
 )
-from services.emulator.openai import CHAT, COMPLETION, request_from
+from services.emulator.openai import request_from
 from services.emulator.replies import CompletionReply
+from services.emulator.request_bodies import CHAT, COMPLETION
 
 NUM_TOKENS = 5
 

@@ -27,7 +27,7 @@ from services.cli import block
 from services.cli.serve_scheduler import SETTINGS as SCHEDULER
 from services.cli.settings_options import SettingOption, SettingValues, settings_options
 from services.gateway.settings import GatewaySettings
-from services.instances import InstanceSourceSettings
+from services.instances.settings import InstanceSourceSettings
 from services.placement.settings import SchedulerSettings
 from services.settings import TABLES, CommandSettings, Nested, Option, SettingsPart, duration_text, seconds_of
 

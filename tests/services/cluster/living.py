@@ -25,13 +25,7 @@ ENGINES = [f"engine-{number}" for number in range(NUM_ENGINES)]
 SIDECARS = [f"predictor-{number}" for number in range(NUM_ENGINES)]
 SCHEDULERS = ["scheduler-block-0", "scheduler-block-1"]
 
-# Deadlines are long, for slow machines, except those that tests wait for: of engines that hang. An engine's cache holds
-# 768 tokens.
-TABLES = """
-[cluster]
-instances = 3
-schedulers = 2
-port = 0
+ENGINE_TABLE = """
 [engine]
 profile = "llama-2-7b-a30"
 served-model-name = "tiny"
@@ -39,7 +33,14 @@ speed = 4.0
 max-num-seqs = 8
 max-model-len = 512
 num-gpu-blocks = 49
-[predictor]
+"""  # its cache holds 768 tokens
+# Deadlines are long, for slow machines, except those that tests wait for: of engines that hang.
+TABLES = f"""
+[cluster]
+instances = 3
+schedulers = 2
+port = 0
+{ENGINE_TABLE}[predictor]
 metrics-port = 0
 stall-s = 2.0
 forget-s = 2.0

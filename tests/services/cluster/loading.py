@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from services.http.client import origin_of
+from services.http.origin import origin_of
 from services.load.request_format import RequestFormat, body_of
 from services.load.running import LoadLimits, LoadSender
 from simulator.load_plan import Planned

@@ -86,6 +86,7 @@ def found_in(process: subprocess.Popen[bytes], output: Path, pattern: str) -> st
     return found.group(1) if found else ""
 
 
+@pytest.mark.slow
 def test_a_burst_makes_a_whole_cluster_grow_and_it_shrinks_again(tmp_path: Path) -> None:
     """It grows from two instances to five and shrinks to two; Ctrl-C stops the started engines as well."""
 

@@ -16,7 +16,7 @@ from services.cluster.demo import MAX_TOKENS, DemoSettings, plan_of
 from tests.services.cli.running import refusal
 from tests.services.waiting import PATIENCE_S, PATIENT_SERVERS
 
-pytestmark = pytest.mark.xdist_group("cluster")  # one at a time: each starts a dozen processes
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("cluster")]  # one at a time: each starts a dozen processes
 
 BLOCK = str(Path(sys.executable).with_name("block"))
 TINY = ("-n", "2", "--rate", "4", "--seconds", "3", "--speed", "20", "--policy", "block", "--policy", "round_robin")
@@ -41,7 +41,6 @@ def test_a_tiny_demo() -> None:
     assert sorted(answer["policies"]["round_robin"]["instances"].values()) == [6, 6]
 
 
-@pytest.mark.slow
 def test_a_demo_that_stays() -> None:
     """After the table the live page is still served, and traffic goes on; Ctrl-C ends it as a success."""
     flags = ("--stay", "-n", "2", "--rate", "4", "--seconds", "3", "--speed", "20", "--policy", "block")

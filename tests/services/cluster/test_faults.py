@@ -19,7 +19,7 @@ from tests.services.cluster.loading import loaded
 from tests.services.stub_sidecars import sidecars
 from tests.services.waiting import PATIENCE_S, until
 
-pytestmark = pytest.mark.xdist_group("cluster")  # one at a time: each starts a dozen processes
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("cluster")]  # one at a time: each starts a dozen processes
 
 SOME = 20  # requests
 LEAVERS = 10

@@ -13,7 +13,7 @@ from tests.services.cluster.living import ENGINES, NUM_ENGINES, NUM_SEATS, SCHED
 from tests.services.cluster.loading import loaded
 from tests.services.waiting import until
 
-pytestmark = pytest.mark.xdist_group("cluster")  # one at a time: each starts a dozen processes
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("cluster")]  # one at a time: each starts a dozen processes
 
 CLIENTS = 2 * NUM_ENGINES * NUM_SEATS
 SOME = 3 * CLIENTS

@@ -15,7 +15,7 @@ import pytest
 from services.cluster import Cluster, ClusterSettings, running
 from services.cluster.settings import settings_from_file
 
-pytestmark = pytest.mark.xdist_group("cluster")  # one at a time: each starts a dozen processes
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("cluster")]  # one at a time: each starts a dozen processes
 
 PATIENCE_S = 60.0
 TABLES = """

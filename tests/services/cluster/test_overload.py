@@ -10,7 +10,7 @@ import pytest
 from predictor.request import BEST_EFFORT, REAL_TIME, Slo
 from scheduler.instances import LATE, QUEUE_FULL, TENANT_LIMIT, TIMEOUT
 from services.cluster import ClusterSettings, running
-from services.http.client import origin_of
+from services.http.origin import origin_of
 from services.load.request_format import RequestFormat
 from services.load.running import LoadLimits, run_plan
 from simulator.load_plan import Planned

@@ -16,7 +16,7 @@ from services.cluster import Child, Cluster, ClusterSettings, VllmSettings, runn
 from services.cluster.engines import engines_of
 from services.cluster.pools import CONNECTOR_FLAG, pass_blocks_on, planned_engines
 from services.cluster.programs import VllmServer
-from services.instances import instances_from_file
+from services.instances.instance import instances_from_file
 from tests.services.cli.running import refusal
 from tests.services.http_stand_in import StandInHandler, serving
 from tests.services.waiting import PATIENCE_S
@@ -146,6 +146,7 @@ def test_an_engine_that_does_not_say_what_it_is(caplog: pytest.LogCaptureFixture
     assert len(caplog.records) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("cluster")
 def test_emulated_pools_serve(tmp_path: Path) -> None:
     """The list of instances has their roles, and a request is answered."""

@@ -14,20 +14,13 @@ import pytest
 
 from services.cluster import Cluster, ClusterSettings, running
 from tests.services.cli.running import refusal
-from tests.services.cluster.living import metric_of
+from tests.services.cluster.living import ENGINE_TABLE, metric_of
 from tests.services.waiting import PATIENCE_S, until
 
 RANKS = 4
 NAMES = [f"engine-0-rank-{rank}" for rank in range(RANKS)]
-TABLES = """
-[engine]
-profile = "llama-2-7b-a30"
-served-model-name = "tiny"
-speed = 4.0
-max-num-seqs = 8
-max-model-len = 512
-num-gpu-blocks = 49
-[predictor]
+TABLES = f"""
+{ENGINE_TABLE}[predictor]
 metrics-port = 0
 [tagger]
 metrics-port = 0
@@ -91,6 +84,7 @@ def run_with(tmp_path: Path, test: Any, **settings: Any) -> None:
     asyncio.run(limited())
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("cluster")
 @pytest.mark.parametrize("lockstep", [False, True])
 def test_each_request_is_served_by_the_rank_that_was_chosen(tmp_path: Path, *, lockstep: bool) -> None:

@@ -17,7 +17,7 @@ from tests.services.cluster.living import MODEL
 from tests.services.cluster.loading import loaded
 from tests.services.waiting import PATIENCE_S, run, until
 
-pytestmark = pytest.mark.xdist_group("cluster")  # one at a time: each starts a dozen processes
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("cluster")]  # one at a time: each starts a dozen processes
 
 ENGINES = ("engine-0", "engine-1")
 TABLES = """

@@ -17,7 +17,7 @@ from tests.services.cluster.loading import Load, loaded
 from tests.services.stub_sidecars import sidecars
 from tests.services.waiting import until
 
-pytestmark = pytest.mark.xdist_group("cluster")  # one at a time: each starts a dozen processes
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("cluster")]  # one at a time: each starts a dozen processes
 
 SOME = 20  # requests
 AT_ONCE_S = 0.001

@@ -20,7 +20,7 @@ from predictor.config import EngineConfig
 from predictor.engine import Engine
 from predictor.engine_replica import EngineReplica
 from predictor.request import DECODE, PREFILL, SERVE, RequestFacts
-from predictor.snapshot_conversion import snapshot_of
+from predictor.snapshot_of_engine import snapshot_of
 from predictor.state import FETCHING, NO_TRANSFER, NONE
 from services.emulator.clock import EngineClock
 from services.emulator.exporter import EngineStateExporter

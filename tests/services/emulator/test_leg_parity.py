@@ -20,7 +20,8 @@ from predictor.request import DECODE, PREFILL, SERVE, RequestFacts
 from services.emulator.app import version_of
 from services.emulator.driver import Driver
 from services.emulator.kv_transfers import EmulatedConnector
-from services.emulator.openai import COMPLETION, ParsedRequest, Served, request_from
+from services.emulator.openai import ParsedRequest, Served, request_from
+from services.emulator.request_bodies import COMPLETION
 from services.emulator.server import application
 from services.emulator.settings import EmulatorSettings
 from services.emulator.side_channel import BlocksOfPrefill

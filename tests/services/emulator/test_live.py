@@ -16,9 +16,10 @@ import pytest
 
 from predictor.config import EngineConfig
 from predictor.engine import Engine
+from predictor.engine_from_snapshot import engine_from
 from predictor.request import RequestFacts, Slo
 from predictor.snapshot import LiveRequest, Snapshot
-from predictor.snapshot_conversion import engine_from, snapshot_of
+from predictor.snapshot_of_engine import snapshot_of
 from services.emulator.answers import seeded_draw
 from services.emulator.tokens import token_ids
 from services.engine_state.identity import client_id
@@ -394,3 +395,22 @@ def test_answers_depend_on_the_prompt_alone(tmp_path: Path, engine: Emulated) ->
     assert lengths["shared"] == lengths["same"] != lengths["other"]
     assert len(set(lengths["same"])) > 6
     assert seeded_draw(token_ids("a"), 1) != seeded_draw(token_ids("a"), 2) != seeded_draw(token_ids("b"), 2)
+
+
+def test_a_request_that_arrives_after_a_long_stop_is_served(tmp_path: Path) -> None:
+    """The clock is set back to the end of the step under way, which is before the arrival."""
+    config = replace(CONFIG, async_scheduling=False)
+    with emulated(tmp_path, config, speed=20.0) as engine, ThreadPoolExecutor() as clients:
+
+        def ask(prompt: str) -> httpx.Response:
+            return engine.client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 1}, timeout=PATIENCE_S)
+
+        engine.set_faults(slow=2000)
+        ask("before")  # the pace of a step is drawn in advance
+        first = clients.submit(ask, "first")
+        engine.until(lambda: engine.driver.gauges().num_running == 1)
+        engine.set_faults()
+        engine.driver.clock.origin_s -= 1000.0  # of wall clock, for which the process was stopped
+        second = clients.submit(ask, "second")
+        assert first.result().status_code == second.result().status_code == 200
+        assert engine.driver.clock.now_s() < 1000.0 * engine.driver.clock.speed

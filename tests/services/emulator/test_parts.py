@@ -19,7 +19,7 @@ from services.emulator import answers
 from services.emulator.answers import IDS, PIECES, StopRule, answer, stretch
 from services.emulator.app import write_chunk
 from services.emulator.clock import EngineClock, Pace
-from services.emulator.exporter import ContentHashes, forget_contents
+from services.emulator.content_hashes import ContentHashes, forget_contents
 from services.emulator.metrics import one_two_five
 from services.emulator.tokens import chat_text, content_hashes, text_of, token_ids
 

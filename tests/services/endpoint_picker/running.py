@@ -14,7 +14,7 @@ from protos.envoy.v3 import external_processor_pb2 as wire
 from protos.envoy.v3 import external_processor_pb2_grpc
 from services.endpoint_picker.server import RunningPicker, serving
 from services.endpoint_picker.settings import PickerSettings
-from services.instances import Listed
+from services.instances.sources import Listed
 from services.placement.settings import SchedulerSettings
 from services.rpc.settings import ServerSettings
 from tests.services.gateway.stubs import LOCAL, Answer, Engine, engines

@@ -15,7 +15,7 @@ from protos.block.v1 import common_pb2
 from services.gateway.server import InProcessDecisions
 from services.gateway.server import serving as gateway_serving
 from services.gateway.settings import GatewaySettings
-from services.instances import Listed
+from services.instances.sources import Listed
 from services.placement.settings import SchedulerSettings
 from services.rpc.settings import ServerSettings
 from tests.services.endpoint_picker.running import MODEL, Proxy, head, picking

@@ -13,7 +13,7 @@ from protos.envoy.v3 import external_processor_pb2 as wire
 from services.endpoint_picker.endpoints import ResolvedSource, address_of, endpoint_of
 from services.endpoint_picker.messages import body_chunks, subset_in
 from services.endpoint_picker.model_names import ModelNames
-from services.instances import Instance, Instances
+from services.instances.instance import Instance, Instances
 from tests.services.waiting import run
 
 TEXTS = st.text(alphabet='model": \\ti\nny{}é', max_size=12)

@@ -19,11 +19,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from predictor import state
+from predictor.engine_from_snapshot import engine_from
 from predictor.lengths import Tag
 from predictor.profile import constant_profile
 from predictor.request import CLASSES, DECODE, LEGS, PREFILL, REAL_TIME, SERVE, RequestFacts, tenant_number
 from predictor.snapshot import Memory, ServedClient, Snapshot
-from predictor.snapshot_conversion import engine_from
 from predictor.state import CLIENT, MEMORY_SIZE
 from services.engine_state import layout, process, xargs
 from services.engine_state.identity import client_id, short_hash

@@ -16,7 +16,7 @@ import pytest
 from protos.block.v1 import scheduler_pb2, scheduler_pb2_grpc
 from services.gateway.server import InProcessDecisions, serving
 from services.gateway.settings import GatewaySettings
-from services.instances import Listed
+from services.instances.sources import Listed
 from services.placement.driver import PlacementDriver
 from services.placement.settings import SchedulerSettings
 from services.rpc.settings import ServerSettings

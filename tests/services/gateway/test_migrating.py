@@ -12,8 +12,9 @@ import pytest
 
 from protos.block.v1 import common_pb2
 from services.emulator.answers import AnswerLengths
-from services.emulator.openai import CHAT, COMPLETION, Served, request_from
+from services.emulator.openai import Served, request_from
 from services.emulator.replies import CompletionReply
+from services.emulator.request_bodies import CHAT, COMPLETION
 from services.http.sse import data_of
 from tests.services.gateway.stubs import Answer, Call, Scene, scene
 from tests.services.waiting import run, until

@@ -429,6 +429,38 @@ def test_models_are_listed() -> None:
     run(test)
 
 
+def test_allowed_models_include_their_adapters() -> None:
+    """Instances and engines say which they are; those of other models stay refused, and so do other models."""
+
+    async def serves(call: Call) -> None:
+        if call.target != "/v1/models":
+            await completes(call)
+            return
+        cards = [
+            {"id": "tiny"},
+            {"id": "loaded", "parent": "tiny"},
+            {"id": "foreign", "parent": "huge"},
+            {"id": "strange", "parent": ["tiny"]},
+            {"id": "huge"},
+        ]
+        call.whole({"object": "list", "data": [one | {"object": "model"} for one in cards]})
+
+    async def test() -> None:
+        async with scene(serves, models=("tiny",), instance={"adapters": ["known"]}) as here:
+            listed = (await here.client.get("/v1/models")).json()["data"]
+            assert [one["id"] for one in listed] == ["tiny", "known", "loaded"]
+            assert [one.get("parent") for one in listed] == [None, "tiny", "tiny"]
+            found = {name: (await here.post(model=name)).status_code for name in ("known", "loaded", "foreign", "huge")}
+            assert found == {"known": 200, "loaded": 200, "foreign": 404, "huge": 404}
+        async with scene(serves, models=("tiny",), instance={"models": ["huge"], "adapters": ["other"]}) as here:
+            assert (await here.post(model="other")).status_code == 404
+        async with scene(serves, models=("tiny",)) as here:
+            await here.scheduler.stop()
+            assert [one["id"] for one in (await here.client.get("/v1/models")).json()["data"]] == ["tiny"]
+
+    run(test)
+
+
 def test_an_explanation_on_request() -> None:
     """One header requests an explanation, another one returns it."""
 

@@ -20,7 +20,8 @@ from protos.block.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
 from services.explanations import in_short, table_of
 from services.gateway.server import InProcessDecisions, serving
 from services.gateway.settings import GatewaySettings
-from services.instances import Instance, Listed
+from services.instances.instance import Instance
+from services.instances.sources import Listed
 from services.placement.settings import SchedulerSettings
 from services.rpc.settings import ServerSettings
 from tests.services.emulator.running import MODEL, Emulated, emulated

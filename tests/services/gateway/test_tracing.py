@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 from protos.block.v1 import scheduler_pb2_grpc
 from services.gateway.server import serving
 from services.gateway.settings import GatewaySettings
-from services.instances import Listed
+from services.instances.sources import Listed
 from services.placement.settings import SchedulerSettings
 from services.rpc.server import serving as rpc_serving
 from services.rpc.settings import ServerSettings

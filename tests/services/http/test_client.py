@@ -10,7 +10,10 @@ from unittest.mock import create_autospec
 
 import pytest
 
-from services.http.client import BrokenError, ConnectError, Connection, HttpClient, Origin, origin_of, request_head
+from services.http.client import HttpClient
+from services.http.connection import BrokenError, ConnectError, Connection
+from services.http.headers import request_head
+from services.http.origin import Origin, origin_of
 from tests.ports import free_port
 from tests.services.placement.scripted_connection import virtual_clock
 from tests.services.waiting import run

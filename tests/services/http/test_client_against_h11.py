@@ -12,7 +12,9 @@ import h11
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from services.http.client import BrokenError, Connection, HttpClient, origin_of
+from services.http.client import HttpClient
+from services.http.connection import BrokenError, Connection
+from services.http.origin import origin_of
 
 REQUEST = b"GET / HTTP/1.1\r\nhost: engine\r\n\r\n"
 ORIGIN = origin_of("http://engine")

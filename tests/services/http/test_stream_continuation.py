@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from services.emulator.answers import AnswerLengths
-from services.emulator.openai import CHAT, COMPLETION, ParsedRequest, Served, request_from
+from services.emulator.openai import ParsedRequest, Served, request_from
 from services.emulator.replies import CompletionReply
+from services.emulator.request_bodies import CHAT, COMPLETION
 from services.http.continuable import IDS_FIELD, why_not_continuable
 from services.http.sse import StreamReader, data_of
 from services.http.stream_continuation import (

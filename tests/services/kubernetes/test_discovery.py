@@ -15,7 +15,9 @@ from typing import Any
 
 import pytest
 
-from services.instances import Instances, InstanceSourceSettings, watch
+from services.instances.instance import Instances
+from services.instances.settings import InstanceSourceSettings
+from services.instances.sources import watch
 from services.kubernetes import api, reflector
 from services.kubernetes.settings import KubernetesSettings
 from services.kubernetes.source import FromKubernetes

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from scheduler.objectives import SHED
-from services.instances import Instance
+from services.instances.instance import Instance
 from services.kubernetes.pods import instances_of, objective_from_resource, pod_from, pool_from, reason_for_none
 from tests.services.kubernetes.api_server import pod, pool
 

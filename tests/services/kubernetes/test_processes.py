@@ -13,7 +13,7 @@ from protos.block.v1 import scheduler_pb2
 from protos.envoy.v3 import external_processor_pb2_grpc
 from services.endpoint_picker.server import serving
 from services.endpoint_picker.settings import PickerSettings
-from services.instances import InstanceSourceSettings
+from services.instances.settings import InstanceSourceSettings
 from services.kubernetes.settings import KubernetesSettings
 from services.placement.settings import SchedulerSettings
 from services.rpc.settings import ServerSettings

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import pytest
+import zmq.asyncio
+from prometheus_client import CollectorRegistry
 
-from predictor.kv_events.stream import UNSURE
+from predictor.kv_events.events import BlocksRemoved, BlocksStored, KvEventBatch
+from predictor.kv_events.stream import UNSURE, KvEventStream
 from services.emulator.settings import EmulatorSettings
+from services.kv_events.metrics import KvEventCollectors, KvEventMetrics
 from services.kv_events.publisher import KvEventPublisher, kv_events_config
 from services.kv_events.settings import KvEventSettings
 from services.predictor_server.settings import MirrorSettings
+from tests.predictor.kv_events.making import SIZE, new_index
 from tests.services.cli.running import refusal
 from tests.services.kv_events.test_following import following, until
 from tests.services.predictor_server.running_sidecars import run
@@ -114,3 +121,50 @@ def test_endpoints_where_nothing_publishes_are_logged_once(
     run(test())
     assert len(lines("no KV events: nothing publishes at this endpoint")) == 2
     assert len(lines("KV events cannot be replayed")) == 1
+
+
+def test_a_replay_without_an_end_is_given_up(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither its batches nor the time that they take have another limit."""
+    monkeypatch.setattr("services.kv_events.subscriber.MAX_REPLAYED", 50)
+    number, batch = bytes(8), msgpack.packb([1.0, [], 0])
+
+    async def repeat(socket: zmq.asyncio.Socket) -> None:
+        asker, *_ = await socket.recv_multipart()
+        while True:
+            await socket.send_multipart([asker, b"", b"", number, batch])
+            await asyncio.sleep(0)
+
+    async def test() -> None:
+        context = zmq.asyncio.Context()
+        socket = context.socket(zmq.ROUTER)
+        socket.bind(f"ipc://{tmp_path}/replay")
+        repeating = asyncio.create_task(repeat(socket))
+        endless = KvEventSettings(endpoint=f"ipc://{tmp_path}/none", replay_endpoint=f"ipc://{tmp_path}/replay")
+        try:
+            async with following(endless) as here:
+                await until(lambda: any("replayed" in one.getMessage() for one in caplog.records))
+                assert here.stream.certainty == UNSURE
+        finally:
+            repeating.cancel()
+            context.destroy(linger=0)
+
+    run(test())
+    (line,) = [one for one in caplog.records if one.getMessage() == "KV events cannot be replayed"]
+    assert "the reply has more than 50 batches" in str(line.__dict__)
+
+
+def test_a_medium_without_blocks_is_shown_as_empty() -> None:
+    """The metric of an off-loading tier falls to zero with its last block."""
+    index = new_index()
+    stream, registry = KvEventStream(index, can_replay=False), CollectorRegistry()
+    metrics = KvEventMetrics(KvEventCollectors(registry), "one", stream)
+    stored = BlocksStored(hashes=(1,), parent=None, token_ids=tuple(range(SIZE)), block_size=SIZE)
+    events = [stored, replace(stored, medium="CPU"), BlocksRemoved(hashes=(1,), medium="CPU")]
+    shown = []
+    for number, event in enumerate(events):
+        stream.receive(number, KvEventBatch(published_s=1.0 + number, events=(event,)))
+        metrics.update()
+        shown.append(registry.get_sample_value("block_kv_cached_blocks", {"instance": "one", "medium": "CPU"}))
+    assert shown == [None, 1.0, 0.0]

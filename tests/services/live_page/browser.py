@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from predictor.request import Slo
 from services.cluster import Cluster, ClusterSettings, running
-from services.http.client import origin_of
+from services.http.origin import origin_of
 from services.load.request_format import RequestFormat
 from services.load.running import LoadLimits, run_plan
 from simulator.load_plan import Timing, planned, synthetic

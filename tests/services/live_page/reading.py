@@ -12,7 +12,7 @@ import httpx
 
 from services.gateway.server import InProcessDecisions, serving
 from services.gateway.settings import GatewaySettings
-from services.instances import Listed
+from services.instances.sources import Listed
 from services.placement.settings import SchedulerSettings
 from services.rpc.settings import ServerSettings
 from services.security.access_settings import AccessSettings

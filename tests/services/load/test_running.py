@@ -10,7 +10,7 @@ from itertools import pairwise
 import pytest
 
 from predictor.request import Slo
-from services.http.client import origin_of
+from services.http.origin import origin_of
 from services.load.request_format import RequestFormat
 from services.load.running import LoadLimits, run_plan
 from simulator.load_plan import Planned

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from services.cli.accuracy import profile_of
-from services.http.client import origin_of
+from services.http.origin import origin_of
 from services.observing.observing import observe_proxy, observe_state_file, reported_settings
 from services.observing.state_file import StateFileObservation
 from services.observing.window_writing import write_window

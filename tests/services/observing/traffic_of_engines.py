@@ -13,7 +13,7 @@ import numpy as np
 
 from predictor.config import EngineConfig
 from predictor.profile import Profile
-from services.http.client import origin_of
+from services.http.origin import origin_of
 from services.load.request_format import RequestFormat
 from services.load.running import LoadLimits, run_plan
 from simulator.accuracy.recalibration import slowed

@@ -17,7 +17,7 @@ from protos.block.v1 import common_pb2, predictor_pb2
 from scheduler.candidate import CandidateStatus
 from scheduler.intentions import Answer
 from scheduler.objectives import NO_OBJECTIVE
-from services.instances import Instance
+from services.instances.instance import Instance
 from services.placement.circuit_breaker import CircuitBreaker
 from services.placement.driver import PlacementDriver
 from services.placement.instance_registry import InstanceRegistry

@@ -17,13 +17,13 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry
 
-from services.drains import Drain
-from services.instances import InstanceSource, Listed
+from services.instances.drains import Drain
+from services.instances.registered_instances import MAX_REGISTERED
+from services.instances.sources import InstanceSource, Listed
 from services.placement.driver import PlacementDriver
 from services.placement.instance_pages import instance_routes
 from services.placement.lifecycle import placement_driver
 from services.placement.settings import SchedulerSettings
-from services.registered_instances import MAX_REGISTERED
 from services.rpc.server import ServerSettings, metrics_served
 from tests.services.scheduler_server.running import ChangingSource
 from tests.services.stub_sidecars import StubSidecar, sidecars

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from predictor.kv_events.stream import COMPLETE
 from scheduler.prefix.kv_block_hash import SEED
-from services.instances import Instance, instance_from_flag
+from services.instances.instance import Instance, instance_from_flag
 from services.placement.kv_event_followers import KvEventFollowers
 from tests.services.emulator.running import emulated
 from tests.services.kv_events.test_following import CONFIG, SMALL, cached, endpoints, until, work

@@ -31,7 +31,7 @@ from scheduler.policies import POLICIES
 from scheduler.policy import policy_from
 from services.gateway.schedulers import InProcessScheduler
 from services.http.errors import ApiError
-from services.instances import Listed
+from services.instances.sources import Listed
 from services.placement.decision_message import BASES, FATES, MAX_NEXT_BEST
 from services.placement.driver import PlacementDriver
 from services.rpc.messages import LEG_NAMES, forecast_message
@@ -39,8 +39,10 @@ from simulator import coupled
 from simulator.assembly import simulation
 from simulator.conditions import Conditions, Outage
 from simulator.coupled_run import CoupledSimulation
+from simulator.events import CALL
 from simulator.fleet import InstanceSpec
-from simulator.run import CALL, FORECAST_FIELDS, Simulation
+from simulator.run import Simulation
+from simulator.simulated_forecasts import FORECAST_FIELDS, SimulatedForecasts
 from simulator.workload import RequestLengths, workload
 from tests.scheduler.scenarios import (
     BY_LEGS,
@@ -393,11 +395,13 @@ def simulate(script: Script) -> list[tuple[str, float]]:
             for name, value in sidecar.indicators().items():
                 self.reported[INDEX_OF[name], row] = value
 
-    def forecast(self: Simulation, ask: Ask, number: int, now_s: float) -> dict[str, Column]:
+    def forecast(
+        self: SimulatedForecasts, _fleet: object, _requests: object, ask: Ask, number: int, now_s: float
+    ) -> dict[str, Column]:
         among = ask.candidates
         rows = range(len(sidecars)) if among.rows is None else among.rows.tolist()
-        slo = self._levels.objectives[number].slo  # the request may have been demoted
-        left_s = np.inf if slo.ttft_s is None else self._levels.due_s[number] - now_s
+        slo = run._levels.objectives[number].slo  # the request may have been demoted
+        left_s = np.inf if slo.ttft_s is None else run._levels.due_s[number] - now_s
         forecasts = [
             sidecars[row].forecast(delays=ask.with_delays, leg=ask.leg, in_s=ask.in_s, left_s=left_s) for row in rows
         ]
@@ -422,7 +426,7 @@ def simulate(script: Script) -> list[tuple[str, float]]:
             "predicted_unmeasured": [one.unmeasured for one in forecasts],
         }
         assert columns.keys() == FORECAST_FIELDS.keys()
-        read = {name for part in self.schedulers[0].policy.parts for name in part.forecast_fields}
+        read = {name for part in run.schedulers[0].policy.parts for name in part.forecast_fields}
         read |= {"predicted_e2e_s", "predicted_ttft_s", "predicted_queue_s"}
         return {name: np.array(columns[name], np.float64) for name in columns if name in read}
 
@@ -448,16 +452,17 @@ def simulate(script: Script) -> list[tuple[str, float]]:
         for one in script.instances
     ]
     with (
-        mock.patch.multiple(Simulation, refresh=refresh, _forecast=forecast, _note_sent=send),
+        mock.patch.multiple(Simulation, refresh=refresh, _note_sent=send),
+        mock.patch.object(SimulatedForecasts, "forecast", forecast),
         mock.patch.multiple(CoupledSimulation, refresh=refresh, send_by=send_leg, _note_sent=mock.Mock()),
     ):
         always = frozenset.intersection(*(arrival.excluded for arrival in script.arrivals))
         gone = [row for row, one in enumerate(script.instances) if one.name in always]
         outages = tuple(Outage(instance=row, from_s=0.0) for row in gone if row % 2)
         run = simulation(made, work, script.policy, Conditions(sample_s=0.0, outages=outages))
-        run.leaving.update(row for row in gone if row % 2 == 0)
-        run.update_rows()
-        run.possible = np.array(
+        run.available.leaving.update(row for row in gone if row % 2 == 0)
+        run.available.update(run.fleet)
+        run.available.possible = np.array(
             [[one.name not in arrival.excluded - always for one in script.instances] for arrival in script.arrivals]
         )
         core = run.schedulers[0].core
@@ -467,7 +472,7 @@ def simulate(script: Script) -> list[tuple[str, float]]:
         core._turn = turn_named(script.rules.admission_turn)
         for sidecar in sidecars:
             for after_s in sidecar.instance.finishes_s:
-                run.schedule(FIRST_S + after_s, CALL, lambda _, sidecar=sidecar: sidecar.finish())
+                run.events.schedule(FIRST_S + after_s, CALL, lambda _, sidecar=sidecar: sidecar.finish())
         run.run()
     return held
 

@@ -12,7 +12,7 @@ import pytest
 
 from services.gateway.server import InProcessDecisions, serving
 from services.gateway.settings import GatewaySettings
-from services.instances import Listed
+from services.instances.sources import Listed
 from services.placement import served_models
 from services.placement.served_models import models_in
 from services.placement.settings import SchedulerSettings

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from services.instances import Instance
+from services.instances.instance import Instance
 from services.placement import tail as module
 from services.placement.decision_log import DecisionLog
 from services.placement.instance_registry import InstanceRegistry
@@ -59,6 +59,8 @@ def test_new_numbers_of_many_instances_come_in_several_frames(monkeypatch: pytes
             with tail.watched() as reader:
                 assert len(ids_in(await next_frame(reader))) == NUM  # the whole state
                 assert len(ids_in(await next_frame(reader))) == NUM  # all states are new to the frames
+                while ids_in(await next_frame(reader)):  # until those of the connections have settled
+                    pass
                 for handle in registry.handles():
                     handle.status.reported_s += 1.0
                 last = registry.handles()[-1]
@@ -69,8 +71,9 @@ def test_new_numbers_of_many_instances_come_in_several_frames(monkeypatch: pytes
                     if ids:
                         found.append(ids)
                 assert last.name in found[0]
-                assert [len(ids) for ids in found] == [MAX_REPORTED + 1, MAX_REPORTED, NUM - 2 * MAX_REPORTED - 1]
-                assert len({name for ids in found for name in ids}) == NUM
+                assert len(found) > 1
+                assert max(map(len, found[1:])) <= MAX_REPORTED < len(found[0])
+                assert {name for ids in found for name in ids} == {one.name for one in registry.handles()}
             await tail.close()
             await registry.close()
 

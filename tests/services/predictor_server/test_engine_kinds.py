@@ -11,7 +11,8 @@ from predictor.config import EngineConfig
 from predictor.generic_estimate import generic_profile
 from predictor.mirror.engine_kinds import OTHER_TIMES
 from predictor.request import RequestFacts
-from services.http.client import HttpClient, origin_of
+from services.http.client import HttpClient
+from services.http.origin import origin_of
 from services.predictor_server.engine_identification import NO_INFO, identify
 from services.predictor_server.settings import MirrorSettings
 from tests.services.emulator.running import emulated
@@ -115,6 +116,22 @@ def test_an_engine_that_starts_is_not_identified_yet() -> None:
         async with scripted_engine({}, status=503) as url:
             with pytest.raises(ConnectionError, match="returns 503"):
                 await identify(client, origin_of(url), "auto")
+        client.close()
+
+    run(check())
+
+
+def test_an_engine_that_fails_on_unknown_paths_is_generic() -> None:
+    """A path that it does not serve is none, whatever the status; settings that SGLang serves are asked for again."""
+
+    async def check() -> None:
+        client = HttpClient()
+        for status in (500, 501):
+            async with scripted_engine({}, status=status) as url:
+                assert (await identify(client, origin_of(url), "auto")).kind == "generic"
+            async with scripted_engine({"/v1/models": {"data": [{"owned_by": "sglang"}]}}, status=status) as url:
+                with pytest.raises(ConnectionError, match=f"server_info returns {status}"):
+                    await identify(client, origin_of(url), "auto")
         client.close()
 
     run(check())

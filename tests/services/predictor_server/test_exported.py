@@ -11,11 +11,11 @@ import grpc
 import numpy as np
 import pytest
 
+from predictor.engine_from_snapshot import engine_from
 from predictor.forecast import Forecaster
 from predictor.lengths import DEFAULT_RESIDUAL, Tag
 from predictor.request import RequestFacts
 from predictor.snapshot import VERSION
-from predictor.snapshot_conversion import engine_from
 from protos.block.v1 import common_pb2, predictor_pb2
 from services.engine_state.reader import Reader
 from services.engine_state.snapshot import snapshot_from_view

@@ -13,7 +13,7 @@ from predictor.config import EngineConfig
 from protos.block.v1 import common_pb2, predictor_pb2
 from services.engine_state import layout
 from services.engine_state.writer import Writer
-from services.predictor_server.exported import alone_on_the_link
+from services.predictor_server.transfer_corrections import alone_on_the_link
 from tests.services.engine_state.files import CONFIG, writer_at
 from tests.services.predictor_server.running_sidecars import NEVER_S, request, run, sidecar_of
 

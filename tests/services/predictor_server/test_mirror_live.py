@@ -134,6 +134,21 @@ def test_it_follows_requests_that_share_a_prefix(tmp_path: Path) -> None:
         run(test(engine))
 
 
+@pytest.mark.parametrize("is_cached", [False, True])
+def test_unknown_hits_are_absent_from_its_forecasts(is_cached: bool, tmp_path: Path) -> None:
+    """Without KV events it does not know what the engine has cached, unless that caches nothing."""
+    settings = {"max_num_seqs": 16, "max_num_batched_tokens": 512, "enable_prefix_caching": is_cached}
+
+    async def test(engine: Emulated) -> None:
+        async with mirror_of(url_of(engine), speed=2.0, engine=settings) as client:
+            await client.rpc.until(lambda response: response.state == READY)
+            forecast = await client.rpc.forecast(request("new", 300, 5))
+            assert forecast.HasField("prefix_hit_tokens") != is_cached
+
+    with emulated(tmp_path, CONFIG, state_file="", speed=2.0) as engine:
+        run(test(engine))
+
+
 def test_the_source_of_its_state_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """On the wire, in a metric and in the log; and its settings are those of the engine."""
 
@@ -211,6 +226,7 @@ def test_all_responses_of_a_request_are_mirrored(tmp_path: Path) -> None:
             forecast = await rpc.forecast(asked)
             assert forecast.output_tokens == 240
             assert REBUILT_STATE in forecast.approximations
+            assert forecast.HasField("prefix_hit_tokens")  # none, without a prefix cache
             await rpc.reserve(asked, forecast=forecast)
             assert (await rpc.predict()).indicators.num_reserved == 4
             body = {"prompt": ["a", "b"], "n": 2, "max_tokens": 60, "ignore_eos": True, "stream": True}

@@ -12,8 +12,9 @@ from predictor.fitting.kernel_plan import AttentionBatch, Reach
 from predictor.fitting.kernel_profile import UntimedCosts, composed, fit_kernels, times_a_step
 from predictor.fitting.model_shard import share_of
 from services.profiling.kernel_timing import TimingOptions, time_kernels
+from services.profiling.torch_attention import ContiguousAttention
 from services.profiling.torch_experts import Routing, TorchExperts, random_routings
-from services.profiling.torch_kernels import ContiguousAttention, TorchLayer
+from services.profiling.torch_kernels import TorchLayer
 
 CPU = torch.device("cpu")
 CONFIG: dict[str, Any] = {

@@ -20,14 +20,10 @@ from predictor.fitting.model_shard import share_of
 from predictor.fitting.regression import predict
 from predictor.step_time import StepTime
 from services.profiling.kernel_timing import TimedKernels, TimingOptions, _Budget, time_kernels
+from services.profiling.torch_attention import ContiguousAttention, PagedAttention, attention_for, has_paged_kernel
 from services.profiling.torch_device import CpuStopwatch
-from services.profiling.torch_kernels import (
-    ContiguousAttention,
-    PagedAttention,
-    TorchLayer,
-    attention_for,
-    has_paged_kernel,
-)
+from services.profiling.torch_kernels import TorchLayer
+from services.profiling.torch_weights import RandomWeights
 from tests.services.profiling.real_stack import RealStack
 
 CPU = torch.device("cpu")
@@ -222,5 +218,5 @@ def test_paged_attention_is_called_correctly() -> None:
 
 def test_weights_have_copies_that_exceed_the_caches() -> None:
     """Small weights have a copy for each layer, so that a run does not find them in a cache."""
-    layer = TorchLayer(share_of({**CONFIG, "num_hidden_layers": 3}, dtype="float32"), CPU)
-    assert len({copy.data_ptr() for copy in layer.copies(64, 32)}) == 3
+    weights = RandomWeights(share_of({**CONFIG, "num_hidden_layers": 3}, dtype="float32"), CPU)
+    assert len({copy.data_ptr() for copy in weights.copies(64, 32)}) == 3

@@ -16,12 +16,14 @@ from predictor.fitting.engine_profile import EngineMeasurement, profile_of, tran
 from predictor.fitting.regression import COLUMNS, Steps, predict
 from predictor.profile import profile_from_json
 from services.engine_state.reader import Reader
-from services.http.client import origin_of
+from services.http.origin import origin_of
 from services.profiling.measuring import MeasurementOptions, measure
 from services.settings import seconds_of
 from tests.ports import free_port
 from tests.services.cli.running import block, refusal
 from tests.services.emulator.running import A30, CONFIG, PATIENCE_S, Emulated, emulated
+
+pytestmark = pytest.mark.xdist_group("measuring")  # all tests use one measurement
 
 SPEED = 50.0
 BUDGET_S = 8.0

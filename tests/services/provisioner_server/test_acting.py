@@ -18,7 +18,7 @@ import pytest
 from protos.block.v1 import provisioner_pb2 as pb
 from scheduler.backoff import Backoff
 from scheduler.provisioning.pool_state import ScalingTarget
-from services.instances import instances_from_file
+from services.instances.instance import instances_from_file
 from services.provisioner_server.journal import Journal, entries
 from services.provisioner_server.lease import FileLease
 from services.provisioner_server.sidecars import Condition
@@ -119,7 +119,7 @@ def test_only_one_of_two_acts(tmp_path: Path) -> None:
 
 def test_a_failed_hook_is_called_again_with_the_same_action(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After pauses; the attempt is counted, the id stays."""
-    monkeypatch.setattr("services.provisioner_server.leader.RETRY", Backoff(first_s=0.0, max_s=30.0))
+    monkeypatch.setattr("services.provisioner_server.action_runner.RETRY", Backoff(first_s=0.0, max_s=30.0))
     hook = RecordingHook(set())
     hook.before = failing(2)
     asyncio.run(ticks(leader(tmp_path, hook), 6))

@@ -19,7 +19,7 @@ from services.cluster import Child
 from services.provisioner_server.hooks.process import Processes
 from tests.services.cluster.loading import loaded
 
-pytestmark = pytest.mark.xdist_group("cluster")  # one at a time: each is a dozen processes
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("cluster")]  # one at a time: each is a dozen processes
 
 PATIENCE_S = 240.0
 NEW = "default-2-"  # prefix of the instances of the second action

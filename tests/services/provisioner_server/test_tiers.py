@@ -12,7 +12,7 @@ import pytest
 
 from protos.block.v1 import provisioner_pb2 as pb
 from scheduler.provisioning.tier_planner import TierPlanner
-from services.instances import instances_from_file
+from services.instances.instance import instances_from_file
 from services.provisioner_server.journal import entries
 from services.provisioner_server.leader import Leader
 from services.provisioner_server.service import ProvisionerService

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from protos.block.v1 import predictor_pb2
 from services.rpc import grpc_channel
 from services.rpc.channels import make_server
-from services.rpc.grpc_channel import MAX_MESSAGE_BYTES, GrpcChannel
+from services.rpc.grpc_call import MAX_MESSAGE_BYTES
+from services.rpc.grpc_channel import GrpcChannel
 from services.rpc.http2 import Http2Connection
 from tests.services.waiting import PATIENCE_S, bound, run, until
 

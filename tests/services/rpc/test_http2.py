@@ -14,9 +14,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.rpc.grpc_channel import header_block
+from services.rpc.grpc_call import header_block
 from services.rpc.http2 import (
     CONNECTION_WINDOW,
+    MAX_UNREAD_ACKS,
+    MAX_UNSENT_BYTES,
+    STREAM_WINDOW,
+    Headers,
+    Http2Connection,
+)
+from services.rpc.http2_frames import (
     CONTINUATION,
     DATA,
     END_HEADERS,
@@ -25,8 +32,6 @@ from services.rpc.http2 import (
     FRAME,
     GOAWAY,
     HEADERS,
-    MAX_UNREAD_ACKS,
-    MAX_UNSENT_BYTES,
     NUMBER,
     PADDED,
     PING,
@@ -35,10 +40,7 @@ from services.rpc.http2 import (
     REFUSED_STREAM,
     RST_STREAM,
     SETTINGS,
-    STREAM_WINDOW,
     WINDOW_UPDATE,
-    Headers,
-    Http2Connection,
     Http2Error,
     LostError,
 )

@@ -13,7 +13,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from protos.block.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
-from services.instances import Instance, Instances, InstanceSource, Listed
+from services.instances.instance import Instance, Instances
+from services.instances.sources import InstanceSource, Listed
 from services.rpc.server import ServerSettings, serving
 from services.scheduler_server import SchedulerSettings, scheduling
 from tests.services.stub_engines import StubEngine, engines

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from protos.block.v1 import scheduler_pb2
-from services.drains import Drain
-from services.instances import DRAINING
+from services.instances.drains import Drain
+from services.instances.instance import DRAINING
 from tests.services.scheduler_server.running import (
     CANCELLED,
     FAILED,

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from services.instances import FromFile
+from services.instances.sources import FromFile
 from tests.services.scheduler_server.running import LAST_RESORT, ChangingSource, run, scheduler, until
 from tests.services.stub_sidecars import StubSidecar, sidecars
 

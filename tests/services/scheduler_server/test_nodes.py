@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from services.instances import Instance, Instances, InstanceSource, Listed
+from services.instances.instance import Instance, Instances
+from services.instances.sources import InstanceSource, Listed
 from tests.services.engine_state.files import busy, writer_at
 from tests.services.predictor_server.running_sidecars import NodeClient, node_of
 from tests.services.scheduler_server.running import FOR_EVER, run, scheduler, statuses

@@ -243,6 +243,7 @@ def test_what_happens_to_late_requests() -> None:
                 is_late = slo.HasField("ttft_s") and slo.ttft_s < stubs[0].ttft_s
                 forecast = response.predictions[0].forecast
                 forecast.attained, forecast.others_missed, forecast.others_preempted = float(not is_late), 0, 0
+                forecast.least_slack_s = 1.0
 
             stubs[0].twist = forecasts
             late = common_pb2.Slo(ttft_s=stubs[0].ttft_s / 2)

@@ -18,7 +18,8 @@ from predictor.config import EngineConfig
 from protos.block.v1 import common_pb2, scheduler_pb2
 from scheduler.prefix.kv_block_hash import kv_block_hashes
 from services.emulator.tokens import chat_text, token_ids, token_text
-from services.instances import Instance, Listed
+from services.instances.instance import Instance
+from services.instances.sources import Listed
 from tests.services.emulator.running import Emulated, emulated
 from tests.services.predictor_server.running_sidecars import node_of
 from tests.services.scheduler_server.running import Client, run, scheduler

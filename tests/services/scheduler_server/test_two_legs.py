@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from protos.block.v1 import common_pb2, predictor_pb2
-from services.instances import Listed
+from services.instances.sources import Listed
 from services.placement.decision_log import DecisionLog
 from tests.services.scheduler_server.running import STOP, Client, refused, run, scheduler, until
 from tests.services.stub_sidecars import StubSidecar, sidecars

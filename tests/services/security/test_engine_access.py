@@ -12,7 +12,9 @@ import pytest
 from services.gateway.server import serving
 from services.gateway.settings import GatewaySettings
 from services.http.application import Application, Call
-from services.http.client import HttpClient, origin_of, request_head
+from services.http.client import HttpClient
+from services.http.headers import request_head
+from services.http.origin import origin_of
 from services.http.server import answering, listening
 from services.rpc.settings import ServerSettings
 from services.security.access_settings import AccessSettings

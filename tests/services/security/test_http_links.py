@@ -14,8 +14,10 @@ from pathlib import Path
 import pytest
 
 from services.http.application import Application, Call
-from services.http.client import BrokenError, ConnectError, HttpClient, origin_of
+from services.http.client import HttpClient
+from services.http.connection import BrokenError, ConnectError
 from services.http.limits import HttpLimits
+from services.http.origin import origin_of
 from services.http.server import answering, listening
 from services.security.certificates import Certificates
 from services.security.settings import TlsSettings

@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 
 from services.http.application import Application, Call
-from services.http.client import ConnectError, HttpClient, origin_of, request_head
+from services.http.client import HttpClient
+from services.http.connection import ConnectError
+from services.http.headers import request_head
+from services.http.origin import origin_of
 from services.http.server import answering, listening
 from services.security import certificates as module
 from services.security.certificates import Certificates

@@ -11,7 +11,7 @@ import pytest
 from predictor.config import CONSUMER, PRODUCER
 from predictor.profile import Transit
 from predictor.request import DECODE, PREFILL
-from predictor.snapshot_conversion import snapshot_of
+from predictor.snapshot_of_engine import snapshot_of
 from simulator.accuracy.accuracy import accuracy_of, verdict
 from simulator.accuracy.accuracy_report import as_html, as_json, as_text
 from simulator.accuracy.online_correction import corrected

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from predictor.request import Slo
 from predictor.snapshot import VERSION
-from predictor.snapshot_conversion import snapshot_of
+from predictor.snapshot_of_engine import snapshot_of
 from simulator.accuracy.window import ObservedWindow
 from simulator.accuracy.window_file import window_from_lines, window_lines
 from simulator.replay import loaded_engine

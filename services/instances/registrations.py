@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from predictor.suggestions import require_known
-from services.drains import MAX_DRAIN_S, Drain
-from services.instances import Instance, instance_from_table, table_of
+from services.instances.drains import MAX_DRAIN_S, Drain
+from services.instances.instance import Instance, instance_from_table, table_of
 from services.logs import log_event
 
 log = logging.getLogger(__name__)

@@ -11,9 +11,11 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from scheduler.objectives import Objectives
-from services.instances import BY_HTTP, DRAINING, Instance, Instances, InstanceSource, distinct
+from services.instances.instance import DRAINING, Instance, Instances, distinct
+from services.instances.registrations import DrainOrder, Registration, RegistrationFile, Registrations
+from services.instances.settings import BY_HTTP
+from services.instances.sources import InstanceSource
 from services.logs import log_event
-from services.registrations import DrainOrder, Registration, RegistrationFile, Registrations
 from services.rpc.errors import BusyError, UnknownNameError
 
 log = logging.getLogger(__name__)

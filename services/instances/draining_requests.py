@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
-from services.drains import Drain
+from services.instances.drains import Drain
 from services.logs import log_event
 from services.supervised_task import supervised
 

@@ -13,19 +13,15 @@ from unittest.mock import patch
 
 import pytest
 
-from services.instances import (
-    FromFile,
-    FromName,
+from services.instances.instance import (
     Instance,
     Instances,
-    Listed,
     instance_from_flag,
     instance_from_table,
     instances_from_file,
-    source_from_name,
     table_of,
-    watch,
-)  # fmt: skip
+)
+from services.instances.sources import FromFile, FromName, Listed, source_from_name, watch
 from tests.services.files import replace_file
 from tests.services.waiting import run
 

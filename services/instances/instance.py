@@ -1,35 +1,23 @@
-"""The list of instances: from flags, a file that is watched, the addresses of a DNS name, or pods of Kubernetes."""
+"""One instance, and how flags, files and bodies describe it."""
 
 from __future__ import annotations
 
-import asyncio
 import json
-import logging
 import math
-import socket
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Annotated, Any
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
 
 from predictor.suggestions import require_known
 from scheduler.instances import BOTH, ROLES, role_named
-from scheduler.objectives import NO_OBJECTIVES, Objectives
-from services.drains import Drain, drain_from_table
-from services.http.client import origin_of
-from services.kubernetes.settings import KUBERNETES, KubernetesSettings
+from services.http.origin import origin_of
+from services.instances.drains import Drain, drain_from_table
 from services.kv_events.settings import require_endpoint
-from services.logs import log_event
-from services.security.certificates import engine_access
-from services.settings import Nested, Option
-from services.watched_file import WatchedFile
 from simulator.codec import read_text
-
-log = logging.getLogger(__name__)
 
 LONGEST_ID = 256
 STATES = READY, DRAINING = "ready", "draining"
-BY_HTTP = "http"  # the value of --instances-from for those that are registered by HTTP alone
 FLAG_SETTINGS = ("role=", "tier=", "rank=", "kv_events=", "kv_events_replay=")
 MAX_RANK = 65535
 
@@ -96,8 +84,13 @@ REQUIRED = ("instance_id", "engine_url", "sidecar_address")
 def require_address(field: str, address: str) -> None:
     """Raise ValueError for an address that is not host:port."""
     host, colon, port = address.rpartition(":")
-    if not (host and colon and _is_port(port) and " " not in host):
+    if not (host and colon and is_port(port) and " " not in host):
         raise ValueError(f"{field}: {address!r} must be host:port")
+
+
+def is_port(text: str) -> bool:
+    """Return whether a text is the number of a port."""
+    return text.isascii() and text.isdigit() and 0 < int(text) < 65536
 
 
 def instance_from_flag(text: str) -> Instance:
@@ -212,193 +205,3 @@ def _require_other_rank(instance: Instance, place: int, names: dict[int | None, 
             f"instances[{place}].data_parallel_rank: {rank} at {instance.engine_url} is {names[rank]!r} already"
         )
     names[rank] = instance.instance_id
-
-
-class InstanceSource:
-    """A source of the list of instances; a bad list is a ValueError.
-
-    `may_come_later` says that a start without a list is no mistake of the settings, `kind` what the list is.
-    """
-
-    may_come_later: bool = False
-    kind: str = "list"
-
-    async def poll(self) -> Instances | None:
-        """Return the list, or None where it has not changed since the last call."""
-        raise NotImplementedError
-
-    async def wait(self, every_s: float) -> None:
-        """Return when it is time for the next poll."""
-        await asyncio.sleep(every_s)
-
-    def problem(self) -> str:
-        """Say why a server that depends on this list is not ready; empty where it is."""
-        return ""
-
-    def objectives(self) -> Objectives:
-        """Return the objectives that come with the instances."""
-        return NO_OBJECTIVES
-
-    async def close(self) -> None:
-        """Stop following the list."""
-
-
-class Listed(InstanceSource):
-    """A fixed list."""
-
-    kind = "flags"
-
-    def __init__(self, instances: Sequence[Instance]) -> None:
-        """Check the list."""
-        self._instances: Instances | None = distinct(instances)
-
-    async def poll(self) -> Instances | None:
-        """Return the list once."""
-        instances, self._instances = self._instances, None
-        return instances
-
-
-class FromFile(WatchedFile[Instances], InstanceSource):
-    """A file, read when it changes."""
-
-    kind = "file"
-
-    def __init__(self, path: str) -> None:
-        """Read nothing yet."""
-        super().__init__(path, instances_from_file)
-
-
-class FromName(InstanceSource):
-    """The addresses behind a DNS name, each an engine and a sidecar on the same two ports."""
-
-    may_come_later = True
-    kind = "dns"
-
-    def __init__(self, name: str, *, engine_port: int, sidecar_port: int) -> None:
-        """Resolve nothing yet."""
-        self._name = name
-        self._ports = (engine_port, sidecar_port)
-        self._seen: Instances = ()
-
-    async def poll(self) -> Instances | None:
-        """Resolve the name; a name without addresses is an error, as it is usually a fault of the DNS."""
-        try:
-            found = await asyncio.get_running_loop().getaddrinfo(self._name, None, type=socket.SOCK_STREAM)
-        except (OSError, UnicodeError) as error:
-            raise ValueError(f"{self._name}: cannot be resolved: {getattr(error, 'strerror', error)}") from None
-        addresses = sorted({str(address[0]) for *_, address in found})
-        instances = tuple(self._at(f"[{address}]" if ":" in address else address) for address in addresses)
-        if instances == self._seen:
-            return None
-        self._seen = instances
-        return instances
-
-    def _at(self, host: str) -> Instance:
-        engine_port, sidecar_port = self._ports
-        return Instance(
-            instance_id=f"{host}:{engine_port}",
-            engine_url=f"{engine_access().engine_scheme}://{host}:{engine_port}",
-            sidecar_address=f"{host}:{sidecar_port}",
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InstanceSourceSettings:
-    """Where the list of instances comes from: flags, a file, a DNS name or Kubernetes."""
-
-    listed: Annotated[
-        tuple[str, ...],
-        Option(
-            "An instance: its id, the URL of its engine and host:port of its sidecar; names of its models, "
-            "role=prefill or role=decode, tier=NAME, and rank=R for a data-parallel rank of an engine that serves "
-            "several at this URL may follow after further commas. Repeatable; in the environment variable, instances "
-            "are separated by spaces.",
-            name="instance",
-            metavar="ID=ENGINE_URL,SIDECAR",
-        ),
-    ] = ()
-    instances_file: Annotated[
-        str, Option("TOML or JSON file with a list `instances`; it is read again when it changes.", metavar="FILE")
-    ] = ""
-    instances_dns: Annotated[
-        str,
-        Option(
-            "DNS name; each of its addresses is an instance with the id ADDRESS:ENGINE_PORT.",
-            metavar="NAME:ENGINE_PORT:SIDECAR_PORT",
-        ),
-    ] = ""
-    instances_from: Annotated[
-        str | None,
-        Option(
-            "Where else the instances come from: kubernetes follows the ready pods of an InferencePool (--pool-name), "
-            "or those that have labels (--endpoint-selector); http starts with none, and waits for those that are "
-            "registered at the port for operators (--metrics-port).",
-            choices=(KUBERNETES, BY_HTTP),
-            unset="the flags above",
-        ),
-    ] = None
-    kubernetes: Annotated[KubernetesSettings, Nested()] = field(default_factory=KubernetesSettings)
-    poll_s: Annotated[float, "Interval at which the file or the DNS name is checked for changes, in seconds."] = 1.0
-
-    def __post_init__(self) -> None:
-        """Refuse several sources, or none."""
-        if not 0 < self.poll_s < 1e6:
-            raise ValueError(f"poll_s: must be a time above 0, not {self.poll_s}")
-        sources = (self.listed, self.instances_file, self.instances_dns, self.instances_from)
-        if [bool(source) for source in sources].count(True) != 1:
-            raise ValueError(
-                "instances: give one of --instance, --instances-file, --instances-dns and --instances-from"
-            )
-        if self.instances_from == KUBERNETES:
-            self.kubernetes.require_complete()
-        elif self.kubernetes != KubernetesSettings():
-            raise ValueError("instances_from: must be kubernetes, as the settings of kubernetes need it")
-
-    def source(self) -> InstanceSource:
-        """Make the source."""
-        if self.instances_file:
-            return FromFile(self.instances_file)
-        if self.instances_dns:
-            return source_from_name(self.instances_dns)
-        if self.instances_from == KUBERNETES:
-            from services.kubernetes.source import FromKubernetes
-
-            return FromKubernetes(self.kubernetes)
-        return Listed([instance_from_flag(text) for text in self.listed])
-
-
-def source_from_name(text: str) -> FromName:
-    """Parse NAME:ENGINE_PORT:SIDECAR_PORT."""
-    name, _, ports = text.partition(":")
-    engine_port, colon, sidecar_port = ports.partition(":")
-    if not (name and colon and _is_port(engine_port) and _is_port(sidecar_port)):
-        raise ValueError(f"instances_dns: {text!r} must be NAME:ENGINE_PORT:SIDECAR_PORT")
-    return FromName(name, engine_port=int(engine_port), sidecar_port=int(sidecar_port))
-
-
-def _is_port(text: str) -> bool:
-    return text.isascii() and text.isdigit() and 0 < int(text) < 65536
-
-
-async def watch(source: InstanceSource, every_s: float, changed: Callable[[Instances], None]) -> None:
-    """Report changes of a list until cancelled; while it is unavailable, the last valid one stays."""
-    reason = ""
-    while True:
-        try:
-            instances = await source.poll()
-        except ValueError as error:
-            if str(error) != reason:
-                reason = str(error)
-                log_event(log, logging.WARNING, "list of instances is unavailable, keeping the last one", reason=reason)
-        else:
-            if instances is not None:
-                changed(instances)
-                reason = ""
-                log_event(
-                    log,
-                    logging.INFO,
-                    "instances changed",
-                    num=len(instances),
-                    ids=",".join(i.instance_id for i in instances),
-                )
-        await source.wait(every_s)
