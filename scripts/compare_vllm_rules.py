@@ -4,8 +4,10 @@ Both engines are vLLM's CPU build with a small model of random weights; they dif
 urgent requests come among long ones with loose targets, faster than the engine serves them. Targets are multiples of
 what an idle engine takes, measured first.
 
-- `same_text`: of the requests, those whose text is equal with both rules; must be all. `control_same_text`: those whose
-  text is equal although the first token of the prompt was changed; must be few, or equal texts would say nothing.
+- `same_text`: of the requests, those whose text is equal with both rules. `same_choices`: those whose texts are equal
+  until two tokens are about equally likely (`TIE_NATS`); must be all. Sums in a batch of other requests may be rounded
+  differently, on some processors enough for another token of such two. `control_same_choices`: those for which this
+  holds although the first token of the prompt was changed; must be few, or equal texts would say nothing.
 - `attained.{rule}.{kind}`: requests whose TTFT and mean time per token are within their targets;
 - `forecast_error.{rule}`: median relative error of the end-to-end time that a sidecar's model forecasts when a request
   is sent, with the rule that the engine's state file names.
@@ -55,6 +57,7 @@ TPOT_TIMES = {URGENT: 8.0, PATIENT: 16.0}  # and of its mean time per token
 WEIGHTS = {URGENT: 2.0, PATIENT: 1.0}
 LOAD = 3.0  # requests come this much faster than one after the other would be served
 WARM_UP = 8
+TIE_NATS = 0.03  # of two tokens whose order rounding may change, the difference of their log probabilities at most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,15 +72,34 @@ class MixedRequest:
     slo: Slo | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A token that was chosen, and the log probabilities of it and of the next one in rank."""
+
+    token: str
+    log_probabilities: Mapping[str, float]
+
+    @property
+    def is_tie(self) -> bool:
+        """Whether rounding may decide which of the two is chosen."""
+        first, *others = sorted(self.log_probabilities.values(), reverse=True)
+        return bool(others) and first - others[0] <= TIE_NATS
+
+
 @dataclass(slots=True, kw_only=True)
 class MixedResult:
     """The result of a request."""
 
     request: MixedRequest
-    text: str
+    choices: Sequence[Choice]
     ttft_s: float
     e2e_s: float
     predicted_e2e_s: float | None
+
+    @property
+    def tokens(self) -> list[str]:
+        """The chosen tokens."""
+        return [choice.token for choice in self.choices]
 
     @property
     def tpot_s(self) -> float:
@@ -129,12 +151,26 @@ def texts(
     one: Mapping[str, MixedResult], other: Mapping[str, MixedResult], control: Mapping[str, MixedResult]
 ) -> list[dict[str, Any]]:
     """Compare the texts of the same requests."""
-    same = sum(answer.text == other[name].text for name, answer in one.items())
-    same_control = sum(answer.text == one[name].text for name, answer in control.items())
+    pairs = [(answer, other[name]) for name, answer in one.items()]
+    control_pairs = [(answer, one[name]) for name, answer in control.items()]
+    shares = {
+        "same_text": [first.tokens == second.tokens for first, second in pairs],
+        "same_choices": [make_same_choices(first.choices, second.choices) for first, second in pairs],
+        "control_same_choices": [make_same_choices(first.choices, second.choices) for first, second in control_pairs],
+    }
     return [
-        {"name": "same_text", "value": same / len(one), "unit": "fraction", "n": len(one)},
-        {"name": "control_same_text", "value": same_control / len(control), "unit": "fraction", "n": len(control)},
+        {"name": name, "value": statistics.mean(same), "unit": "fraction", "n": len(same)}
+        for name, same in shares.items()
     ]
+
+
+def make_same_choices(one: Sequence[Choice], other: Sequence[Choice]) -> bool:
+    """Return whether two texts are equal, or equal until both engines find two tokens about equally likely."""
+    for first, second in zip(one, other, strict=False):
+        if first.token != second.token:
+            same_two = first.log_probabilities.keys() == second.log_probabilities.keys()
+            return same_two and first.is_tie and second.is_tie
+    return len(one) == len(other)
 
 
 def outcomes(answers: Mapping[str, Mapping[str, MixedResult]]) -> Iterator[dict[str, Any]]:
@@ -290,9 +326,10 @@ async def send(
     xargs |= {name: value for name, value in (("block_ttft_s", slo.ttft_s), ("block_tpot_s", slo.tpot_s)) if value}
     body = {
         "model": MODEL, "prompt": list(request.prompt), "max_tokens": request.max_tokens, "ignore_eos": True,
-        "temperature": 0, "stream": True, "vllm_xargs": xargs,
+        "temperature": 0, "stream": True, "vllm_xargs": xargs, "logprobs": 2, "return_tokens_as_token_ids": True,
     }  # fmt: skip
-    sent_s, first_s, text = time.monotonic(), None, []
+    sent_s, first_s = time.monotonic(), None
+    choices: list[Choice] = []
     headers = {"x-request-id": request.name}
     async with client.stream("POST", f"{engine.url}/v1/completions", json=body, headers=headers) as stream:
         if stream.status_code != 200:
@@ -300,10 +337,11 @@ async def send(
         async for line in stream.aiter_lines():
             if line.startswith("data: {"):
                 first_s = first_s or time.monotonic()
-                text.append(json.loads(line[6:])["choices"][0]["text"])
+                found = json.loads(line[6:])["choices"][0].get("logprobs") or {"tokens": [], "top_logprobs": []}
+                choices += map(Choice, found["tokens"], found["top_logprobs"])
     end_s = time.monotonic()
     return MixedResult(
-        request=request, text="".join(text), ttft_s=(first_s or end_s) - sent_s, e2e_s=end_s - sent_s,
+        request=request, choices=choices, ttft_s=(first_s or end_s) - sent_s, e2e_s=end_s - sent_s,
         predicted_e2e_s=predicted_e2e_s,
     )  # fmt: skip
 
