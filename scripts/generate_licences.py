@@ -1,12 +1,14 @@
 """Writes docs/reference/licences.md: the licence of every package in the container image, from installed metadata.
 
-The packages are those of `deploy/requirements.lock`; they have to be installed. --check fails where the page differs
-from what would be written.
+The packages are those of `deploy/requirements.lock`; they have to be installed. Where another version of a package is
+installed than the locked one, whose licence the page has already, that stays. --check fails where the page differs from
+what would be written.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Iterator
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
@@ -39,14 +41,22 @@ def licence_of(found: Distribution) -> str:
     return name if name and len(name) <= LONGEST and "\n" not in name else "see the package"
 
 
-def rows() -> Iterator[str]:
-    """Yield a row for each package; it has to be installed."""
+def licences_on(page: str) -> dict[tuple[str, str], str]:
+    """Return the licences that a page lists, by package and version."""
+    rows = re.findall(r"^\| ([\w-]+) \| (\d[\w.]*) \| (.*) \|$", page, re.MULTILINE)
+    return {(name, version): licence for name, version, licence in rows}
+
+
+def rows(page: str) -> Iterator[str]:
+    """Yield a row for each package, by its metadata or as it is on the page; it has to be installed."""
+    listed = licences_on(page)
     for name, package in sorted(locked_in(LOCK.read_text(encoding="utf-8")).items()):
         try:
-            licence = licence_of(distribution(name))
+            found = distribution(name)
         except PackageNotFoundError:
             sys.exit(f"generate_licences: {name} is locked, and not installed here")
-        yield f"| {name} | {package.version} | {licence} |\n"
+        licence = None if found.version == package.version else listed.get((name, package.version))
+        yield f"| {name} | {package.version} | {licence or licence_of(found)} |\n"
 
 
 def main() -> None:
@@ -54,10 +64,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
     arguments = parser.parse_args()
-    text = HEAD + "".join(rows())
+    page = PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""
+    text = HEAD + "".join(rows(page))
     if not arguments.check:
         PAGE.write_text(text, encoding="utf-8")
-    elif not PAGE.exists() or PAGE.read_text(encoding="utf-8") != text:
+    elif page != text:
         sys.exit(
             "generate_licences: docs/reference/licences.md is out of date; run python scripts/generate_licences.py"
         )

@@ -6,10 +6,13 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from email.message import Message
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from scripts import generate_licences
 from scripts.lock_dependencies import BUILD_LOCK, LOCK, WANTED, locked_in, problems_of, wanted_by_image
 
 ROOT = Path(__file__).parents[2]
@@ -62,3 +65,12 @@ def test_the_page_of_licences_is_what_the_metadata_say() -> None:
     command = [sys.executable, "scripts/generate_licences.py", "--check"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_licence_of_a_locked_version_stays_where_another_one_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page is for the image, and must not change with what is installed here."""
+    name, package = next(iter(sorted(locked_in(LOCK.read_text()).items())))
+    listed = f"| {name} | {package.version} | Licence of the image's |\n"
+    monkeypatch.setattr(generate_licences, "distribution", lambda _: SimpleNamespace(version="0", metadata=Message()))
+    assert next(generate_licences.rows(listed)) == listed
+    assert "see the package" in next(generate_licences.rows(""))
