@@ -35,6 +35,13 @@ from simulator.experiments.report import as_markdown
     metavar="SETTING",
     help="Run this setting only, or those that a pattern such as `*.10` matches. Repeatable.",
 )
+@click.option(
+    "--variant",
+    "variants",
+    multiple=True,
+    metavar="VARIANT",
+    help="Run this variant of the experiment only, or those that a pattern matches. Repeatable.",
+)
 @click.option("--workers", type=int, default=None, help="Number of processes.  [default: one per core]")
 @click.option(
     "--ray", metavar="[ADDRESS]", is_flag=False, flag_value="local", default=None, help="Run on a Ray cluster."
@@ -46,6 +53,7 @@ def experiment(
     folder: str | None,
     seeds: int | None,
     settings: tuple[str, ...],
+    variants: tuple[str, ...],
     workers: int | None,
     ray: str | None,
     as_json: bool,
@@ -65,6 +73,11 @@ def experiment(
             raise ValueError(f"seeds: must be at least 1, not {seeds}")
         wanted = replace(wanted, seeds=seeds)
     wanted = replace(wanted, settings=_chosen(wanted, settings))
+    if variants:
+        try:
+            wanted = wanted.with_variants(variants)
+        except ValueError as error:
+            raise ValueError(f"--variant: {error}") from None
     target = Path(folder or f"experiments/{wanted.name}")
     try:
         target.mkdir(parents=True, exist_ok=True)

@@ -9,6 +9,7 @@ import operator
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -166,6 +167,35 @@ class Experiment:
     def baseline_of(self, setting: ExperimentSetting) -> str:
         """Return the variant that gains are relative to."""
         return setting.baseline or self.baseline
+
+    def with_variants(self, patterns: Sequence[str]) -> Experiment:
+        """Return the experiment with the variants that patterns match alone, without the claims about all."""
+        names = [one.name for one in self.variants if any(fnmatchcase(one.name, pattern) for pattern in patterns)]
+        for pattern in patterns:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                known = [one.name for one in self.variants]
+                raise ValueError(f"{pattern!r} is none of {', '.join(known)}{did_you_mean(pattern, known)}")
+        variants = tuple(one for one in self.variants if one.name in names)
+        for one in variants:
+            if one.split_of and one.split_of not in names:
+                raise ValueError(f"{one.name!r} takes over the split of {one.split_of!r}: choose that, too")
+
+        def baseline(given: str) -> str:
+            return given if not given or given in names else names[0]
+
+        settings = [
+            replace(setting, baseline=baseline(setting.baseline))
+            for setting in self.settings
+            if not setting.variants or set(names) & set(setting.variants)
+        ]
+        return replace(
+            self,
+            variants=variants,
+            settings=tuple(settings),
+            baseline=baseline(self.baseline),
+            rivals=tuple(name for name in self.rivals if name in names),
+            claims=() if len(names) < len(self.variants) else self.claims,
+        )
 
     def cases(self, setting: ExperimentSetting) -> list[tuple[Variant, Scenario]]:
         """Return the variants of a setting, each with its scenario."""

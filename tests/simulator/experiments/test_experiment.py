@@ -137,6 +137,25 @@ def test_an_interrupted_run_continues(file: Path, tmp_path: Path) -> None:
     assert run(*arguments) == first
 
 
+def test_a_variant_alone(file: Path, tmp_path: Path) -> None:
+    """Its results are those that it has beside the others; what relates to variants that are left out is left out."""
+    whole = json.loads(run(str(file), "--only", "eight", "--out", str(tmp_path / "whole"), "--json"))
+    arguments = ("--only", "eight", "--out", str(tmp_path / "out"), "--json")
+    found = json.loads(run(str(file), "--variant", "block?", *arguments))
+    of_variant = {row["name"]: row for row in whole["results"] if "block_star.eight" in row["name"]}
+    of_variant.pop("gain_over_jsq.block_star.eight")
+    assert {row["name"]: row for row in found["results"]} == of_variant
+    assert "| jsq |" not in (tmp_path / "out" / "report.md").read_text()
+
+
+@pytest.mark.parametrize("given", ["block", "x*"])
+def test_an_unknown_variant_is_refused(file: Path, given: str) -> None:
+    """The message names the option and those that there are."""
+    result = CliRunner().invoke(block, ["experiment", str(file), "--variant", given])
+    assert isinstance(result.exception, ValueError) or result.exit_code == 2
+    assert "--variant" in str(result.exception) + result.output
+
+
 def test_sweeps_draw_curves(tmp_path: Path) -> None:
     """A sweep has a row for each policy, rate and metric, and a curve in the report."""
     path = tmp_path / "sweep.toml"
