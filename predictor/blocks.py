@@ -211,7 +211,7 @@ def drop_cached(state: State, num_blocks: int) -> None:
         index = block.next_free
 
 
-@kernel
+@small_kernel
 def release(state: State, slot: int) -> int:
     """Free all blocks of a request, the last one first: full blocks are reused last, the others first.
 

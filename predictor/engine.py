@@ -22,6 +22,7 @@ from predictor.request import (
     NO_TENANT,
     PREFILL,
     REAL_TIME,
+    EncoderInput,
     RequestFacts,
     adapter_number,
     identity_number,
@@ -33,6 +34,8 @@ from predictor.state import FETCHING, FINISHED, HELD, NO_TRANSFER, NONE, TO_FETC
 from predictor.state_allocation import allocate, expect_drafts, widen
 from predictor.step_time import REGIONS, StepTime
 from predictor.tabulated_costs import tabulate
+
+ROLES_OF_LEG = {PREFILL: HOLDING_ROLES, DECODE: FETCHING_ROLES}
 
 drive = direct(loop.drive)
 announce = direct(queues.announce)
@@ -139,14 +142,19 @@ class Engine:
             **progress,  # type: ignore[arg-type]  # all fields are numbers
         )
         self.state.facts[slot] = facts
+        if request.encoder_inputs and self.config.max_num_encoder_input_tokens:
+            self._set_inputs(slot, request.encoder_inputs)
+        self._num_added += 1
+        return slot
+
+    def _set_inputs(self, slot: int, inputs: Sequence[EncoderInput]) -> None:
+        """Enter the encoder inputs of a request."""
         # no engine has a larger one than its encoder can compute: the count is an estimate
         largest = min(self.config.max_num_encoder_input_tokens, self.config.encoder_cache_size)
-        for index, one in enumerate(request.encoder_inputs[: self.state.facts[slot].num_encoder_inputs]):
+        for index, one in enumerate(inputs):
             # without an identity it is equal to no other
             identity = -1 - (self._num_added << 16) - index if one.identity is None else identity_number(one.identity)
             self.state.encoder_inputs[slot, index] = (identity, one.position, min(one.tokens, largest), ABSENT, NONE)
-        self._num_added += 1
-        return slot
 
     def remove(self, request_id: str) -> None:
         """Free the slot of a request that has ended, or was never added to a queue."""
@@ -397,17 +405,16 @@ class Engine:
 
     def _require_possible(self, request: RequestFacts, final_tokens: int) -> None:
         """Refuse a request that this engine can never finish."""
-        for leg, roles in ((PREFILL, HOLDING_ROLES), (DECODE, FETCHING_ROLES)):
-            if request.leg == leg and self.config.kv_role not in roles:
-                raise ValueError(f"leg: {leg} needs an engine with kv_role {' or '.join(roles)}")
-        if request.prompt_tokens >= self.config.max_model_len:
+        config, leg = self.config, request.leg
+        if (roles := ROLES_OF_LEG.get(leg)) is not None and config.kv_role not in roles:
+            raise ValueError(f"leg: {leg} needs an engine with kv_role {' or '.join(roles)}")
+        if request.prompt_tokens >= config.max_model_len:
             raise ValueError(
                 f"prompt_tokens: {request.prompt_tokens} leave no room for a response within max_model_len "
-                f"{self.config.max_model_len}"
+                f"{config.max_model_len}"
             )
-        config = self.config
         tokens = min(request.prompt_tokens + final_tokens + config.num_lookahead_tokens, config.max_model_len)
-        needed = -(-tokens // self.config.block_size)
+        needed = -(-tokens // config.block_size)
         if needed > self.num_blocks:
             raise ValueError(
                 f"prompt_tokens: {tokens} tokens need {needed} KV blocks, the engine has {self.num_blocks}"
@@ -426,8 +433,9 @@ class Engine:
             num_encoder_inputs=len(request.encoder_inputs) if self.config.max_num_encoder_input_tokens else 0,
         )
         grown = len(self.state.requests)
-        self._free_slots[:0] = range(grown - 1, old - 1, -1)
-        self._requests.extend([None] * (grown - old))
+        if grown > old:
+            self._free_slots[:0] = range(grown - 1, old - 1, -1)
+            self._requests.extend([None] * (grown - old))
         slot = self._free_slots.pop()
         self._requests[slot] = request
         self.slots[request.request_id] = slot

@@ -153,7 +153,7 @@ def num_waiting_for_seats(state: State) -> int:
     return count
 
 
-@kernel
+@small_kernel
 def send(state: State) -> None:
     """Launch the planned step, unless it is empty and only an arrival, or the end of a step, can change that."""
     engine = state.engine[0]

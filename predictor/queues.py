@@ -46,7 +46,7 @@ def goes_before(state: State, slot: int, other: int) -> bool:
     return a.tie_break < b.tie_break
 
 
-@kernel
+@small_kernel
 def enqueue(state: State, slot: int) -> None:
     """Add an arriving request to the waiting queue: at its end, or in the order of priorities."""
     engine = state.engine[0]
@@ -61,7 +61,7 @@ def enqueue(state: State, slot: int) -> None:
     state.waiting[at(engine.waiting_head, position, size)] = slot
 
 
-@kernel
+@small_kernel
 def take_waiting(state: State, position: int) -> int:
     """Remove and return the request at a position of the waiting queue."""
     engine = state.engine[0]
@@ -95,7 +95,7 @@ def keep_waiting_with_blocks(state: State, position: int) -> None:
     state.waiting[at(engine.waiting_head, place, size)] = slot
 
 
-@kernel
+@small_kernel
 def admit(state: State, position: int, computed_tokens: int) -> int:
     """Move a waiting request to the end of the running list.
 
@@ -167,7 +167,7 @@ def preempt(state: State, position: int) -> int:
     return slot
 
 
-@kernel
+@small_kernel
 def finish(state: State, slot: int) -> None:
     """End a request and free its blocks; the caller removes it from its queue.
 
@@ -189,7 +189,7 @@ def finish(state: State, slot: int) -> None:
         blocks.release(state, slot)
 
 
-@kernel
+@small_kernel
 def complete(state: State, slot: int) -> None:
     """End a request that has its last token; the blocks of a prefill leg are held for the decode leg."""
     request = state.requests[slot]
@@ -204,7 +204,7 @@ def complete(state: State, slot: int) -> None:
     remote_kv.hold(state, slot)
 
 
-@kernel
+@small_kernel
 def drop_finished(state: State, from_waiting: bool) -> None:
     """Remove finished requests from the running list, and from the waiting queue where asked."""
     engine = state.engine[0]

@@ -25,7 +25,7 @@ def nothing_will_change(state: State) -> bool:
     return engine.num_in_flight == 0 or state.steps[engine.oldest].num_scheduled == 0
 
 
-@kernel
+@small_kernel
 def count_repeats(state: State, until_s: float) -> int:
     """Return how often the steady decode step can be repeated before its batch changes.
 
@@ -58,7 +58,7 @@ def count_repeats(state: State, until_s: float) -> int:
     return fits
 
 
-@kernel
+@small_kernel
 def _within_limit(state: State) -> int:
     """Return a number of repetitions that all take at most `steady_limit_s` by estimate; rounding costs one at most."""
     context, longest = _contexts(state)
@@ -70,7 +70,7 @@ def _within_limit(state: State) -> int:
     return 1 + int(min(spare_s / (growth_s * estimated), 1e9)) if growth_s > 0 else 1 << 40
 
 
-@kernel
+@small_kernel
 def _within_blocks(state: State, max_repeats: int) -> int:
     """Return the number of repetitions, at most `max_repeats`, for which blocks are free."""
     engine = state.engine[0]
@@ -99,7 +99,7 @@ def _within_blocks(state: State, max_repeats: int) -> int:
     return fits
 
 
-@kernel
+@small_kernel
 def _blocks_needed(state: State, num_repeats: int) -> int:
     """Return the number of blocks that the running requests take in `num_repeats` steps."""
     engine = state.engine[0]
@@ -112,7 +112,7 @@ def _blocks_needed(state: State, num_repeats: int) -> int:
     return needed
 
 
-@kernel
+@small_kernel
 def _contexts(state: State) -> tuple[int, int]:
     """Return the total context of the running requests, and the longest one."""
     context, longest = 0, 0
@@ -129,7 +129,7 @@ def decode_pace(state: State) -> float:
     return state.engine[0].pace * state.engine[0].region_pace[DECODE_REGION]
 
 
-@kernel
+@small_kernel
 def _decode_s(state: State, context: int, longest: int) -> tuple[float, float]:
     """Return the seconds of a decode step of all running requests, and how many more each next one takes."""
     n, pace = state.engine[0].num_running, decode_pace(state)
@@ -143,7 +143,7 @@ def _series_s(first_s: float, growth_s: float, num_steps: int) -> float:
     return num_steps * (first_s + growth_s * (num_steps - 1) * 0.5)
 
 
-@kernel
+@small_kernel
 def _fits_in_time(state: State, num_repeats: int, until_s: float, event_s: float) -> bool:
     """Return whether the last repetition is planned before the next event and retired by `until_s`."""
     engine = state.engine[0]
@@ -163,7 +163,7 @@ def _fits_in_time(state: State, num_repeats: int, until_s: float, event_s: float
     return planned_s < event_s and retired_s <= until_s
 
 
-@kernel
+@small_kernel
 def repeat(state: State, num_repeats: int) -> None:
     """Plan, launch and retire `num_repeats` identical decode steps at once."""
     engine = state.engine[0]
@@ -207,7 +207,7 @@ def repeat(state: State, num_repeats: int) -> None:
     engine.decodes_since_look += num_repeats
 
 
-@kernel
+@small_kernel
 def _count_on_time(
     state: State, slot: int, from_s: float, first_s: float, growth_s: float, num_ahead: int, num_repeats: int
 ) -> int:
@@ -268,7 +268,7 @@ def _late_s(number: int, slack_s: float, tpot_s: float, first_s: float, growth_s
     return _series_s(first_s, growth_s, number - num_ahead) - (number - 1) * tpot_s - slack_s
 
 
-@kernel
+@small_kernel
 def _finish_repeated(state: State) -> None:
     for position in range(state.engine[0].num_running):
         slot = state.running[position]

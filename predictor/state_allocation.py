@@ -191,14 +191,14 @@ def widen(
 ) -> State:
     """Return the state with room for at least these numbers; the same state where it has it already."""
     old_slots, old_width = state.tables.shape
-    old_inputs = state.encoder_inputs.shape[1]
     if (
         num_slots <= old_slots
         and blocks_per_request <= old_width
         and num_contents <= len(state.cached)
-        and num_encoder_inputs <= old_inputs
+        and (num_encoder_inputs == 0 or num_encoder_inputs <= state.encoder_inputs.shape[1])
     ):
         return state
+    old_inputs = state.encoder_inputs.shape[1]
     slots = _grown(old_slots, num_slots)
     width = _grown(old_width, blocks_per_request)
     wide = state._replace(

@@ -70,7 +70,7 @@ def tokens_of(state: State, slot: int) -> int:
     return request.prompt_tokens + request.output_tokens + request.placeholders
 
 
-@kernel
+@small_kernel
 def launch(state: State) -> None:
     """Launch the planned step: count its tokens as computed, and set its end."""
     engine = state.engine[0]
@@ -172,7 +172,7 @@ def add_to_sums(step: np.record, entry: np.record, before: int) -> None:
         step.prefill_qkv += float(entry.tokens) * before
 
 
-@kernel
+@small_kernel
 def retire(state: State) -> None:
     """End the oldest step in flight and process its outputs."""
     engine = state.engine[0]
