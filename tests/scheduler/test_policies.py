@@ -27,14 +27,14 @@ STATEFUL = ("round_robin", "random", "power_of_two", "lmetric")
 
 
 def chosen(text: str, columns: Columns, request: RequestIndicators = TENTH) -> str:
-    """Whom a fresh policy chooses."""
+    """Return the instance that a new policy chooses."""
     policy = policy_from(text, seed=1)
     candidates = policy.shortlist(fleet(request=request, **columns))
     return candidates.instance_id(policy.choose(candidates))
 
 
 def ranked(text: str, columns: Columns) -> str:
-    """Whom a fresh policy ranks how, as one word."""
+    """Return the instances in the order of a new policy, as one word."""
     policy = policy_from(text, seed=1)
     candidates = policy.shortlist(fleet(request=TENTH, **columns))
     order = policy.order(candidates, policy.scores(candidates))
@@ -138,13 +138,13 @@ TABLES: dict[str, list[tuple[str, Columns, str]]] = {
         ("", PENDING, "acbd"),
         ("", {**PENDING, "tier_closed": [1, 1, 0, 1]}, "cabd"),
     ],
-    # The lowest of what is foreseen; what never ends comes after what ends, what is not known after both.
+    # The lowest forecast first; then those that never end, then those without a forecast.
     "block": [
         ("", {"predicted_e2e_s": [3.0, 2.0, 4.0]}, "bac"),
         ("", {"predicted_e2e_s": [2.0, 2.0, 1.0]}, "cab"),
         ("", {"predicted_e2e_s": [None, math.inf, 9.0]}, "cba"),
     ],
-    # The same; who admits whom is a question of its own.
+    # The same; its condition of admission does not rank.
     "hold": [("", {"predicted_e2e_s": [3.0, 2.0, 4.0]}, "bac")],
     "block_ttft": [
         ("", {"predicted_ttft_s": [0.3, 0.1, 0.2], "predicted_e2e_s": [1.0, 9.0, 9.0]}, "bca"),

@@ -63,7 +63,7 @@ def start(core: SchedulerCore, objective: Objective, now_s: float, **fields: Any
     return decision, decision.start(now_s)
 
 
-def told(
+def answered(
     decision: Decision,
     intention: Intention,
     now_s: float = NOW_S,
@@ -106,7 +106,7 @@ def test_an_instance_that_keeps_all_deadlines_gets_the_request() -> None:
     """Not the least loaded one, where it would be late, nor one where others would be."""
     core = deadline_core("abc")
     decision, ask = place(core)
-    assert admit(decision, told(decision, ask, attained="bc", harmful="b")) == "c"
+    assert admit(decision, answered(decision, ask, attained="bc", harmful="b")) == "c"
     assert decision.is_admitted
     assert core.num_waiting == 0
 
@@ -115,20 +115,20 @@ def test_a_request_waits_while_there_is_time_left() -> None:
     """Until an idle instance could only just deliver its first token in time: then all instances are asked."""
     core = deadline_core()
     decision, ask = place(core, when_late=SHED)
-    wait = told(decision, ask, NOW_S + 0.01)
+    wait = answered(decision, ask, NOW_S + 0.01)
     assert isinstance(wait, Wait)
     assert NOW_S + 0.01 < wait.until_s <= NOW_S + 0.01 + 2 * RETRY_S
     moments = [wait.until_s]
     while isinstance(intention := decision.tick(moments[-1]), Wait | Ask) and moments[-1] < NOW_S + 0.9 - 1e-9:
         if isinstance(intention, Ask):
-            intention = told(decision, intention, moments[-1])
+            intention = answered(decision, intention, moments[-1])
         assert isinstance(intention, Wait)
         assert intention.until_s > moments[-1], "time goes on"
         moments.append(intention.until_s)
     assert moments[-1] == pytest.approx(NOW_S + 1.0 - PLACING_S)
     assert isinstance(intention, Ask)
     assert intention.instance_ids == ("a", "b"), "all are asked, whether or not they refused just now"
-    assert shed_because(told(decision, intention, moments[-1])) == LATE
+    assert shed_because(answered(decision, intention, moments[-1])) == LATE
     assert core.num_waiting == 0
 
 
@@ -136,18 +136,18 @@ def test_a_request_is_late_when_no_instance_could_deliver_in_time_any_more() -> 
     """By the forecasts of all instances, with their queues: another one that can still be in time gets its turn."""
     core = deadline_core()
     decision, ask = place(core, when_late=SHED)
-    assert isinstance(told(decision, ask, queue_s=0.5), Wait)
+    assert isinstance(answered(decision, ask, queue_s=0.5), Wait)
     ask = decision.tick(NOW_S + 1.0 - 0.5 - PLACING_S)
     assert isinstance(ask, Ask)
     assert ask.instance_ids == ("a", "b")
-    assert shed_because(told(decision, ask, NOW_S + 0.4, queue_s=0.5)) == LATE
+    assert shed_because(answered(decision, ask, NOW_S + 0.4, queue_s=0.5)) == LATE
 
 
 def test_a_request_that_waits_for_what_cannot_happen_gives_up_its_deadlines() -> None:
     """With the queues that instances have, as one that is to be shed: those behind it can still be in time."""
     core = deadline_core()
     decision, ask = place(core)
-    assert isinstance(told(decision, ask, queue_s=0.95), Wait)
+    assert isinstance(answered(decision, ask, queue_s=0.95), Wait)
     queue = core.queue("")
     assert queue is not None
     assert queue.lane_of(decision.admission.number) == lane_of(math.inf, patient=True)
@@ -159,14 +159,14 @@ def test_a_late_request_waits_for_those_that_can_be_in_time() -> None:
     for name in "ab":
         report(core, name, decode_step_s=0.01, queued_prefill_s=0.0, least_tpot_slo_s=0.05, num_running=1)
     timely, ask = place(core)
-    assert isinstance(told(timely, ask, attained="ab", harmful="ab"), Wait)
+    assert isinstance(answered(timely, ask, attained="ab", harmful="ab"), Wait)
     decision, _ = place(core, ttft_s=PLACING_S / 2)
-    assert isinstance(told(decision, decision.tick(NOW_S)), Wait)
+    assert isinstance(answered(decision, decision.tick(NOW_S)), Wait)
     ask = timely.tick(NOW_S + 0.2)
-    assert admit(timely, told(timely, ask, NOW_S + 0.2, attained="a"), NOW_S + 0.2) == "a"
+    assert admit(timely, answered(timely, ask, NOW_S + 0.2, attained="a"), NOW_S + 0.2) == "a"
     assert core.ready[-1] is decision
     ask = decision.tick(NOW_S + 0.2)
-    assert admit(decision, told(decision, ask, NOW_S + 0.2), NOW_S + 0.2) == "a"
+    assert admit(decision, answered(decision, ask, NOW_S + 0.2), NOW_S + 0.2) == "a"
 
 
 def test_a_late_request_does_not_wait_for_stricter_ones() -> None:
@@ -175,9 +175,9 @@ def test_a_late_request_does_not_wait_for_stricter_ones() -> None:
     for name, least_s in (("a", 0.02), ("b", 0.1)):
         report(core, name, decode_step_s=0.019, queued_prefill_s=0.0, least_tpot_slo_s=least_s, num_running=1)
     strict, ask = place(core, tpot_s=0.02)
-    assert isinstance(told(strict, ask, attained="ab", harmful="a"), Wait)
+    assert isinstance(answered(strict, ask, attained="ab", harmful="a"), Wait)
     decision, ask = late(core, SERVE_LATE, tpot_s=0.1)
-    assert admit(decision, told(decision, ask, harmful="a")) == "b"
+    assert admit(decision, answered(decision, ask, harmful="a")) == "b"
 
 
 def test_a_waiting_request_asks_no_instance_of_a_looser_tier() -> None:
@@ -188,7 +188,7 @@ def test_a_waiting_request_asks_no_instance_of_a_looser_tier() -> None:
     decision, ask = place(core, tpot_s=0.02)
     assert isinstance(ask, Ask)
     assert ask.instance_ids == ("a",)
-    wait = told(decision, ask, attained="a", harmful="a")
+    wait = answered(decision, ask, attained="a", harmful="a")
     assert isinstance(wait, Wait)
     now_s = NOW_S + 1.0 - PLACING_S
     ask = decision.tick(now_s)
@@ -200,26 +200,26 @@ def test_a_short_request_is_tried_where_a_long_one_has_just_been_refused() -> No
     """Before its turn, and on the same instances; one that is as long waits for its turn."""
     core = deadline_core()
     head, ask = place(core, prompt_tokens=200)
-    told(head, ask, attained="ab", harmful="ab")
+    answered(head, ask, attained="ab", harmful="ab")
     place(core, prompt_tokens=200)
     short, wait = place(core, prompt_tokens=60)
     assert isinstance(wait, Wait)
     now_s = NOW_S + 0.2
-    assert isinstance(told(head, head.tick(now_s), now_s, attained="ab", harmful="ab"), Wait)
+    assert isinstance(answered(head, head.tick(now_s), now_s, attained="ab", harmful="ab"), Wait)
     assert list(core.ready) == [short]
     ask = short.tick(now_s)
     assert isinstance(ask, Ask)
     assert ask.instance_ids == ("a", "b")
-    assert admit(short, told(short, ask, now_s, attained="b"), now_s) == "b"
+    assert admit(short, answered(short, ask, now_s, attained="b"), now_s) == "b"
 
 
 def test_a_short_request_does_not_pass_where_tenants_take_turns() -> None:
     """Nor where another order than arrival is asked for."""
     core = deadline_core(admission_turn="fair")
     head, ask = place(core, prompt_tokens=200, client_id="x")
-    told(head, ask, attained="ab", harmful="ab")
+    answered(head, ask, attained="ab", harmful="ab")
     place(core, prompt_tokens=60, client_id="y")
-    told(head, head.tick(NOW_S + 0.2), NOW_S + 0.2, attained="ab", harmful="ab")
+    answered(head, head.tick(NOW_S + 0.2), NOW_S + 0.2, attained="ab", harmful="ab")
     assert not core.ready
 
 
@@ -230,12 +230,12 @@ def test_a_request_is_not_late_because_of_one_instance_of_several() -> None:
     for name in "ab":
         report(core, name, num_finished_total=3.0, **load)
     decision, ask = place(core, when_late=SHED)
-    told(decision, ask)
+    answered(decision, ask)
     report(core, "a", num_finished_total=4.0, **load)
     ask = decision.tick(NOW_S + 0.09)
     assert isinstance(ask, Ask)
     assert ask.instance_ids == ("a",)
-    assert isinstance(told(decision, ask, NOW_S + 0.09, queue_s=5.0), Wait)
+    assert isinstance(answered(decision, ask, NOW_S + 0.09, queue_s=5.0), Wait)
 
 
 @pytest.mark.parametrize(
@@ -252,13 +252,13 @@ def test_only_time_gives_a_request_a_last_attempt_before_its_turn(
     """It is tried at its last moment, unless it is another tenant's turn: then it is late."""
     core = deadline_core(admission_turn=turn)
     head, ask = place(core, **first, ttft_s=5.0)  # type: ignore[arg-type]
-    told(head, ask)
+    answered(head, ask)
     decision, wait = place(core, when_late=SHED, **second)  # type: ignore[arg-type]
     assert isinstance(wait, Wait)
     assert wait.until_s == pytest.approx(NOW_S + 1.0 - PLACING_S)
     intention = decision.tick(wait.until_s)
     if may:
-        assert admit(decision, told(decision, intention, wait.until_s, attained="a"), wait.until_s) == "a"
+        assert admit(decision, answered(decision, intention, wait.until_s, attained="a"), wait.until_s) == "a"
     else:
         assert shed_because(intention) == LATE
         assert list(core.ready) == [head]
@@ -275,7 +275,7 @@ def test_a_late_request_is_served_where_it_harms_nobody() -> None:
     """Its objective stays; the instance need not keep its deadlines, as none can."""
     core = deadline_core()
     decision, ask = late(core, SERVE_LATE)
-    assert admit(decision, told(decision, ask, harmful="a")) == "b"
+    assert admit(decision, answered(decision, ask, harmful="a")) == "b"
     assert decision.request.objective.request_class == REAL_TIME
     assert decision.request.objective.slo.tpot_s == 0.05
 
@@ -284,18 +284,18 @@ def test_a_late_request_leaves_others_some_slack() -> None:
     """Otherwise the next request with deadlines would find no room; one that can be in time may use all of it."""
     core = deadline_core()
     decision, ask = late(core, SERVE_LATE)
-    assert admit(decision, told(decision, ask, scarce="a")) == "b"
+    assert admit(decision, answered(decision, ask, scarce="a")) == "b"
     waiting, ask = late(core, SERVE_LATE)
-    assert isinstance(told(waiting, ask, scarce="ab"), Wait)
+    assert isinstance(answered(waiting, ask, scarce="ab"), Wait)
     timely, ask = place(core)
-    assert admit(timely, told(timely, ask, attained="ab", scarce="ab")) == "a"
+    assert admit(timely, answered(timely, ask, attained="ab", scarce="ab")) == "a"
 
 
 def test_a_late_request_waits_where_it_would_harm_others_everywhere() -> None:
     """In a lane of its own, until the caller's patience ends; then the best instance gets it."""
     core = deadline_core()
     decision, ask = late(core, SERVE_LATE, patience_s=5.0)
-    wait = told(decision, ask, harmful="ab")
+    wait = answered(decision, ask, harmful="ab")
     assert isinstance(wait, Wait)
     queue = core.queue("")
     assert queue is not None
@@ -303,9 +303,9 @@ def test_a_late_request_waits_where_it_would_harm_others_everywhere() -> None:
     assert queue.deadline_s(decision.admission.number) == NOW_S + 5.0
     strict, ask = place(core)
     assert isinstance(ask, Ask), "requests that can still be in time do not wait behind it"
-    assert admit(strict, told(strict, ask, attained="a")) == "a"
+    assert admit(strict, answered(strict, ask, attained="a")) == "a"
     ask = decision.tick(NOW_S + 5.0)
-    assert admit(decision, told(decision, ask, NOW_S + 5.0, harmful="ab"), NOW_S + 5.0) == "a"
+    assert admit(decision, answered(decision, ask, NOW_S + 5.0, harmful="ab"), NOW_S + 5.0) == "a"
     assert not decision.is_admitted
 
 
@@ -313,17 +313,17 @@ def test_nobody_waits_without_end() -> None:
     """Where the caller has any patience, a request that is late already waits for ten seconds at most."""
     core = deadline_core()
     decision, ask = late(core, SERVE_LATE)
-    told(decision, ask, harmful="ab")
+    answered(decision, ask, harmful="ab")
     queue = core.queue("")
     assert queue is not None
     assert queue.deadline_s(decision.admission.number) == NOW_S + MAX_LATE_S
 
 
 def test_a_demoted_request_is_best_effort_without_deadlines() -> None:
-    """From then on: for the order of the queue, for its limits, and for whoever is told of it."""
+    """From then on: in the order of the queue, in its limits, and in the request that drivers read."""
     core = deadline_core(admission_turn="deadline")
     decision, ask = late(core, DEMOTE)
-    assert isinstance(told(decision, ask, harmful="ab"), Wait)
+    assert isinstance(answered(decision, ask, harmful="ab"), Wait)
     objective = decision.request.objective
     assert (objective.request_class, objective.slo, objective.when_late) == (BEST_EFFORT, Slo(), DEMOTE)
     assert (decision.request.indicators.due_s, decision.request.indicators.tpot_slo_s) == (math.inf, math.inf)
@@ -331,21 +331,21 @@ def test_a_demoted_request_is_best_effort_without_deadlines() -> None:
     assert queue is not None
     assert (queue.lane_of(decision.admission.number), queue.num_best_effort) == (lane_of(math.inf, patient=True), 1)
     ask = decision.tick(NOW_S + 1.0)
-    assert admit(decision, told(decision, ask, NOW_S + 1.0, harmful="a")) == "b"
+    assert admit(decision, answered(decision, ask, NOW_S + 1.0, harmful="a")) == "b"
 
 
 def test_a_request_that_is_demoted_while_it_waits_has_no_deadline_in_its_new_lane() -> None:
     """A best-effort request that arrived before keeps its turn."""
     core = deadline_core(admission_turn="deadline", max_held_best_effort=2)
     first, ask = place_best_effort(core)
-    told(first, ask, harmful="ab")
+    answered(first, ask, harmful="ab")
     second, ask = place(core, when_late=DEMOTE)
-    assert isinstance(told(second, ask, harmful="ab"), Wait)
+    assert isinstance(answered(second, ask, harmful="ab"), Wait)
     queue = core.queue("")
     assert queue is not None
     assert queue.num_best_effort == 1
     ask = second.tick(NOW_S + 0.95)
-    told(second, ask, NOW_S + 0.95, harmful="ab")
+    answered(second, ask, NOW_S + 0.95, harmful="ab")
     assert second.request.objective.is_best_effort
     assert queue.num_best_effort == 2
     assert queue.head(NOW_S + 0.95, lane_of(math.inf, patient=True)) == first.admission.number
@@ -356,7 +356,7 @@ def test_a_shed_request_may_come_back_when_it_would_be_in_time(ttft_s: float, qu
     """After the time by which the best instance is late now, and a tenth of a second at least."""
     core = deadline_core()
     decision, ask = place(core, when_late=SHED, ttft_s=ttft_s)
-    shed = told(decision, ask, queue_s=queue_s)
+    shed = answered(decision, ask, queue_s=queue_s)
     assert shed_because(shed) == LATE
     assert isinstance(shed, Shed)
     assert shed.retry_after_s == pytest.approx(least_s, abs=1e-9)
@@ -368,9 +368,9 @@ def test_a_shed_request_comes_back_behind_those_that_wait() -> None:
     for number in range(2001):  # 1000 tokens per second
         core.shares_of("").count(50.0, NOW_S - 100.0 + 0.05 * number, best_effort=False)
     for _ in range(50):  # 100 tokens each
-        place(core, ttft_s=None) if core.num_waiting else told(*place(core, ttft_s=60.0))
+        place(core, ttft_s=None) if core.num_waiting else answered(*place(core, ttft_s=60.0))
     decision, ask = late(core, SHED, tpot_s=0.01)
-    shed = told(decision, ask)
+    shed = answered(decision, ask)
     assert isinstance(shed, Shed)
     assert shed.retry_after_s == pytest.approx(5.0, rel=0.05)
 
@@ -379,9 +379,9 @@ def test_best_effort_waits_where_it_would_harm_anybody() -> None:
     """It starts as soon as one instance has room for it."""
     core = deadline_core()
     decision, ask = place_best_effort(core)
-    assert isinstance(told(decision, ask, harmful="ab"), Wait)
+    assert isinstance(answered(decision, ask, harmful="ab"), Wait)
     ask = decision.tick(NOW_S + 1.0)
-    assert admit(decision, told(decision, ask, NOW_S + 1.0, harmful="a")) == "b"
+    assert admit(decision, answered(decision, ask, NOW_S + 1.0, harmful="a")) == "b"
     assert decision.is_admitted
 
 
@@ -389,21 +389,21 @@ def test_best_effort_gets_its_share() -> None:
     """Below its share of the admitted tokens it starts on the best instance, although others may be late there."""
     core = deadline_core(best_effort_share=0.3)
     timely, ask = place(core)
-    admit(timely, told(timely, ask, attained="a"))
+    admit(timely, answered(timely, ask, attained="a"))
     decision, ask = place_best_effort(core)
-    assert admit(decision, told(decision, ask, harmful="ab")) == "a"
+    assert admit(decision, answered(decision, ask, harmful="ab")) == "a"
     assert not decision.is_admitted
     other, ask = place_best_effort(core, NOW_S + 1.0)
-    assert isinstance(told(other, ask, NOW_S + 1.0, harmful="ab"), Wait), "it has half of the tokens now"
+    assert isinstance(answered(other, ask, NOW_S + 1.0, harmful="ab"), Wait), "it has half of the tokens now"
 
 
 def test_best_effort_is_shed_when_it_may_wait_no_longer() -> None:
     """It never takes the place of others."""
     core = deadline_core()
     decision, ask = place_best_effort(core, patience_s=2.0)
-    told(decision, ask, harmful="ab")
+    answered(decision, ask, harmful="ab")
     ask = decision.tick(NOW_S + 2.0)
-    assert shed_because(told(decision, ask, NOW_S + 2.0, harmful="ab")) == TIMEOUT
+    assert shed_because(answered(decision, ask, NOW_S + 2.0, harmful="ab")) == TIMEOUT
     assert core.num_waiting == 0
 
 
@@ -412,9 +412,9 @@ def test_a_caller_without_patience_gets_an_answer_before_the_request_is_late(whe
     """The best instance, or a refusal."""
     core = deadline_core()
     decision, ask = place(core, when_late=when_late, patience_s=0.2)
-    assert isinstance(told(decision, ask), Wait)
+    assert isinstance(answered(decision, ask), Wait)
     ask = decision.tick(NOW_S + 0.2)
-    intention = told(decision, ask, NOW_S + 0.2)
+    intention = answered(decision, ask, NOW_S + 0.2)
     if outcome:
         assert shed_because(intention) == outcome
     else:
@@ -424,12 +424,12 @@ def test_a_caller_without_patience_gets_an_answer_before_the_request_is_late(whe
 def test_a_tenant_has_only_so_many_waiting_requests() -> None:
     """Others of it are shed at once, those of other tenants are not."""
     core = deadline_core(max_held_of_tenant=1)
-    told(*place(core, client_id="x"))
+    answered(*place(core, client_id="x"))
     assert shed_because(place(core, client_id="x")[1]) == TENANT_LIMIT
     decision, ask = place(core, client_id="x", tpot_s=0.5)
-    assert shed_because(told(decision, ask)) == TENANT_LIMIT, "in another lane as well"
+    assert shed_because(answered(decision, ask)) == TENANT_LIMIT, "in another lane as well"
     decision, ask = place(core, NOW_S + 1.0, client_id="x", tpot_s=0.5)
-    assert admit(decision, told(decision, ask, NOW_S + 1.0, attained="a")) == "a", "it need not wait"
+    assert admit(decision, answered(decision, ask, NOW_S + 1.0, attained="a")) == "a", "it need not wait"
     assert isinstance(place(core, client_id="y")[1], Wait)
     assert core.num_waiting == 2
 
@@ -438,21 +438,21 @@ def test_best_effort_has_only_so_many_waiting_requests() -> None:
     """Real-time requests that are served late do not count."""
     core = deadline_core(max_held_best_effort=1)
     decision, ask = late(core, SERVE_LATE)
-    told(decision, ask, harmful="ab")
+    answered(decision, ask, harmful="ab")
     assert isinstance(place_best_effort(core)[1], Wait), "behind it, in the same lane"
     assert shed_because(place_best_effort(core)[1]) == CLASS_LIMIT
-    assert isinstance(told(*place(core)), Wait)
+    assert isinstance(answered(*place(core)), Wait)
 
 
 def test_a_demoted_request_does_not_wait_beyond_the_limit_of_best_effort() -> None:
     """It is refused as best effort would be."""
     core = deadline_core(max_held_best_effort=1)
     first, ask = place_best_effort(core)
-    told(first, ask, harmful="ab")
+    answered(first, ask, harmful="ab")
     second, ask = place(core, when_late=DEMOTE)
-    told(second, ask, harmful="ab")
+    answered(second, ask, harmful="ab")
     ask = second.tick(NOW_S + 0.95)
-    assert shed_because(told(second, ask, NOW_S + 0.95, harmful="ab")) == CLASS_LIMIT
+    assert shed_because(answered(second, ask, NOW_S + 0.95, harmful="ab")) == CLASS_LIMIT
     assert list(core.waiting) == [first.admission.number]
 
 
@@ -460,11 +460,11 @@ def test_a_full_queue_sheds_those_that_ask_for_it() -> None:
     """Others come in, and the oldest leaves."""
     core = deadline_core(max_held=1)
     first, ask = place(core)
-    told(first, ask)
+    answered(first, ask)
     assert shed_because(place(core, when_late=SHED)[1]) == QUEUE_FULL
     assert isinstance(place(core)[1], Wait)
     assert list(core.ready) == [first]
-    assert admit(first, told(first, first.tick(NOW_S))) == "a"
+    assert admit(first, answered(first, first.tick(NOW_S))) == "a"
     assert core.num_waiting == 1
 
 
@@ -472,11 +472,11 @@ def test_a_request_that_must_leave_a_full_queue_is_shed_if_it_asks_for_it() -> N
     """It says that the queue is full."""
     core = deadline_core(max_held_tokens=250.0)
     oldest, ask = place(core, when_late=SHED)
-    told(oldest, ask)
+    answered(oldest, ask)
     place(core)
     place(core)  # of 100 tokens each
     assert list(core.ready) == [oldest]
-    assert shed_because(told(oldest, oldest.tick(NOW_S))) == QUEUE_FULL
+    assert shed_because(answered(oldest, oldest.tick(NOW_S))) == QUEUE_FULL
     assert core.num_waiting == 2
 
 
@@ -484,7 +484,7 @@ def test_where_too_many_tokens_wait_the_oldest_leave_one_after_the_other() -> No
     """Also where it is not their turn."""
     core = deadline_core(max_held_tokens=250.0, admission_turn="deadline")
     first, ask = place(core, ttft_s=50.0)
-    told(first, ask)
+    answered(first, ask)
     second, _ = place(core, ttft_s=51.0)
     urgent = core.decision(
         PlacementRequest(
@@ -495,7 +495,7 @@ def test_where_too_many_tokens_wait_the_oldest_leave_one_after_the_other() -> No
     urgent.start(NOW_S)
     for decision in (first, second):
         assert decision in core.ready
-        admit(decision, told(decision, decision.tick(NOW_S)))
+        admit(decision, answered(decision, decision.tick(NOW_S)))
     assert core.num_waiting == 1
 
 
@@ -503,13 +503,13 @@ def test_a_strict_request_does_not_wait_for_a_loose_one() -> None:
     """Each lane tries for itself; in each, requests wait for their turn."""
     core = deadline_core()
     loose, ask = place(core, tpot_s=0.5)
-    told(loose, ask)
+    answered(loose, ask)
     strict, ask = place(core, tpot_s=0.02)
     assert isinstance(ask, Ask)
-    told(strict, ask)
+    answered(strict, ask)
     assert isinstance(place(core, tpot_s=0.5)[1], Wait)
     ask = strict.tick(NOW_S + 0.2)
-    admit(strict, told(strict, ask, NOW_S + 0.2, attained="a"), NOW_S + 0.2)
+    admit(strict, answered(strict, ask, NOW_S + 0.2, attained="a"), NOW_S + 0.2)
     assert list(core.ready) == [loose]
 
 
@@ -517,11 +517,11 @@ def test_a_lane_that_a_request_leaves_goes_on() -> None:
     """The next one tries when the first one became late."""
     core = deadline_core()
     first, ask = place(core)
-    told(first, ask)
+    answered(first, ask)
     second, wait = place(core, NOW_S + 0.5)
     assert isinstance(wait, Wait)
     ask = first.tick(NOW_S + 0.95)
-    told(first, ask, NOW_S + 0.95, harmful="ab")
+    answered(first, ask, NOW_S + 0.95, harmful="ab")
     assert list(core.ready) == [second]
 
 
@@ -529,7 +529,7 @@ def test_a_dry_run_neither_waits_nor_is_shed() -> None:
     """It shows the best instance as things are."""
     core = deadline_core()
     decision, ask = place(core, when_late=SHED, ttft_s=0.01, dry_run=True)
-    assert isinstance(told(decision, ask, harmful="ab"), Placed)
+    assert isinstance(answered(decision, ask, harmful="ab"), Placed)
     assert core.num_waiting == 0
 
 
@@ -537,10 +537,10 @@ def test_a_policy_without_deadlines_reads_none() -> None:
     """Late and best-effort requests are held, and placed, as all others are."""
     core = core_over("a", 'hold: hold = "predicted_queue_s < 1", hold_s = 5')
     for decision, ask in (place(core, when_late=SHED, ttft_s=0.01), place_best_effort(core)):
-        intention = told(decision, ask, queue_s=2.0) if isinstance(ask, Ask) else ask
+        intention = answered(decision, ask, queue_s=2.0) if isinstance(ask, Ask) else ask
         assert isinstance(intention, Wait)
         assert decision.request.indicators.due_s in (NOW_S + 0.01, math.inf)
-        intention = told(decision, decision.tick(NOW_S + 5.0), NOW_S + 5.0, attained="a")
+        intention = answered(decision, decision.tick(NOW_S + 5.0), NOW_S + 5.0, attained="a")
         assert isinstance(intention, Reserve)
 
 

@@ -1,4 +1,4 @@
-"""Mixes: which requests get which entry, and what a bad file is told."""
+"""Mixes: which requests get which entry, and the messages for bad files."""
 
 from __future__ import annotations
 

@@ -194,7 +194,7 @@ class EmulatedCluster:
     def continued(self, number: int) -> Continued:
         """Let replicas of the engines, set to their state files, go on together until nothing is left to do.
 
-        Each is told what the others did in the last round, until a round changes nothing.
+        Each gets what the others did in the last round, until a round changes nothing.
         """
         views = [Reader(str(self.file_of(index))).read() for index in range(len(self.specs))]
         now_s = views[P].now_s
@@ -274,7 +274,7 @@ class EmulatedCluster:
         return DECODE, ends.get(one, math.inf) + HOP_S
 
     def facts(self, number: int, leg: str, **fields: Any) -> RequestFacts:
-        """Return a request as a sidecar is told of it."""
+        """Return a request as a sidecar receives it."""
         return RequestFacts(
             request_id=str(number),
             prompt_tokens=int(self.work.lengths.prompt_tokens[number]),

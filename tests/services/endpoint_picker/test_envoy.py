@@ -306,7 +306,7 @@ def test_headers_alone(tmp_path: Path) -> None:
 
 
 def test_the_test_mode_of_the_conformance_suite(tmp_path: Path) -> None:
-    """A test names the endpoint, and is told which one served."""
+    """A test names the endpoint, and the reply names the one that served."""
 
     async def test() -> None:
         settings = {"conformance_pool": "apps/pool"}

@@ -17,7 +17,7 @@ REQUEST = "text_completion tiny"
 
 
 def traceparent(one: Proxy) -> str | None:
-    """The header that the proxy is told to set."""
+    """Return the header that the proxy is to set."""
     return set_headers(one.received[0].request_headers.response.header_mutation).get("traceparent")
 
 

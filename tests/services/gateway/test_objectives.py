@@ -40,8 +40,8 @@ def table(tmp_path: Path) -> str:
     return str(path)
 
 
-def told(here: Scene) -> tuple[common_pb2.Request, dict[str, Any]]:
-    """What the scheduler and the engine were told last."""
+def received_last(here: Scene) -> tuple[common_pb2.Request, dict[str, Any]]:
+    """Return what the scheduler and the engine received last."""
     return here.scheduler.asked[-1].request, json.loads(here.engines[0].calls[-1].body)
 
 
@@ -54,7 +54,7 @@ def test_a_name_gives_what_the_request_does_not_say(header: str, table: str) -> 
     async def test() -> None:
         async with scene(completes, objectives=table) as here:
             assert (await here.post(headers={header: "chat"})).status_code == 200
-            request, body = told(here)
+            request, body = received_last(here)
             assert (request.objective, request.request_class, request.priority, request.weight) == ("", REAL, 2, 3.0)
             assert (request.slo.ttft_s, request.slo.tpot_s) == (0.5, 0.05)
             assert request.when_late == common_pb2.WHEN_LATE_SHED
@@ -73,7 +73,7 @@ def test_what_the_request_says_itself_has_precedence(table: str) -> None:
     async def test() -> None:
         async with scene(completes, objectives=table) as here:
             assert (await here.post(headers=headers, vllm_xargs={"block_weight": 0.5})).status_code == 200
-            request, body = told(here)
+            request, body = received_last(here)
             assert (request.request_class, request.priority, request.weight) == (BEST, 0, 0.5)
             assert (request.slo.ttft_s, request.slo.tpot_s) == (0.25, 0.05)
             assert request.when_late == common_pb2.WHEN_LATE_DEMOTE
@@ -81,7 +81,7 @@ def test_what_the_request_says_itself_has_precedence(table: str) -> None:
             assert body["vllm_xargs"]["block_class"] == "best-effort"
             for priority in ({"priority": 5}, {"nvext": {"agent_hints": {"priority": -5}}}):
                 await here.post(headers={"x-block-objective": "chat"}, **priority)
-                assert told(here)[0].priority == 5
+                assert received_last(here)[0].priority == 5
 
     run(test)
 
@@ -114,7 +114,7 @@ def test_without_a_table_the_scheduler_gets_the_name() -> None:
                 objective=common_pb2.Objective(slo=common_pb2.Slo(ttft_s=0.5), priority=2, request_class=REAL)
             )
             assert (await here.post(headers={"x-block-objective": "chat", "x-block-weight": "2"})).status_code == 200
-            request, body = told(here)
+            request, body = received_last(here)
             assert (request.objective, request.weight, request.HasField("slo")) == ("chat", 2.0, False)
             assert (body["priority"], body["vllm_xargs"]["block_ttft_s"]) == (2, 0.5)
             here.scheduler.refusal = (grpc.StatusCode.INVALID_ARGUMENT, "request.objective: 'chat' is unknown")
@@ -140,11 +140,11 @@ def test_a_key_has_an_objective_of_its_own(table: str) -> None:
             ):
                 response = await here.post(headers={"authorization": f"Bearer {secret}", **headers})
                 assert response.status_code == 200
-                request, _ = told(here)
+                request, _ = received_last(here)
                 assert (request.client_id, request.weight if request.HasField("weight") else 1.0) == expected
         async with scene(completes, keys=keys) as here:
             await here.post(headers={"authorization": "Bearer secret-a"})
-            assert told(here)[0].objective == "chat"
+            assert received_last(here)[0].objective == "chat"
         with pytest.raises(ValueError, match=r"objective: 'chatter' is missing, which is the objective of an API key"):
             async with scene(keys=(key("k", objective="chatter"),), objectives=table):
                 raise AssertionError
@@ -163,7 +163,7 @@ def test_the_table_is_followed(table: str) -> None:
                 return (await here.post(headers={"x-block-objective": "bulk"})).status_code == 200
 
             await until(is_known)
-            assert told(here)[0].request_class == BEST
+            assert received_last(here)[0].request_class == BEST
 
     run(test)
 

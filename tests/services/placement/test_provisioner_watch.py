@@ -1,4 +1,4 @@
-"""What the live page is told of provisioners."""
+"""What the live page receives of provisioners."""
 
 from __future__ import annotations
 
