@@ -57,7 +57,7 @@ TPOT_TIMES = {URGENT: 8.0, PATIENT: 16.0}  # and of its mean time per token
 WEIGHTS = {URGENT: 2.0, PATIENT: 1.0}
 LOAD = 3.0  # requests come this much faster than one after the other would be served
 WARM_UP = 8
-TIE_NATS = 0.03  # of two tokens whose order rounding may change, the difference of their log probabilities at most
+TIE_NATS = 0.2  # of two tokens whose order rounding may change, the difference of their log probabilities at most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,5 +33,5 @@ def test_texts_may_differ_after_a_tie_only() -> None:
     assert make_same_choices([start, tie, start], [start, other_tie, choice("9", "8", 2.0)])
     assert make_same_choices([start, tie], [start, tie])
     assert not make_same_choices([start, tie], [start])
-    assert not make_same_choices([start, choice("3", "4", 0.2)], [start, choice("4", "3", 0.2)])
+    assert not make_same_choices([start, choice("3", "4", 2 * TIE_NATS)], [start, choice("4", "3", 2 * TIE_NATS)])
     assert not make_same_choices([tie], [choice("4", "5", TIE_NATS / 2)])
