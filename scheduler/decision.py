@@ -223,11 +223,9 @@ class Decision:
     def _until(self) -> int:
         """Return how far forecasts have to be simulated; a refusal says by the whole of them when to come again."""
         admission, objective = self.admission, self.request.objective
-        if admission is None or (objective.is_best_effort and not admission.may_wait):
+        if admission is None or not self.policy.needs_verdicts(patient=admission.is_patient):
             return TO_THE_END
-        if not self.policy.needs_verdicts(patient=admission.is_patient):
-            return TO_THE_END
-        if objective.when_late == SHED_LATE:
+        if objective.when_late == SHED_LATE or (objective.is_best_effort and not admission.may_wait):
             return TO_THE_END
         return OTHERS_KEPT if admission.is_patient else ALL_KEPT
 

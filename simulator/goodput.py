@@ -18,12 +18,12 @@ import numpy as np
 import numpy.typing as npt
 
 from predictor.gain import ServiceLevels, attained
-from predictor.state import PREFILL_LEG
+from predictor.state import FINISHED, PREFILL_LEG
 from simulator.assembly import simulation
 from simulator.capacity import MAX_TRIALS, Bracket
 from simulator.metrics import latencies, served_requests
 from simulator.parallel import Runner
-from simulator.result import SHED, STATUSES, RunResult
+from simulator.result import SHED, STATUSES, UNFINISHED, RunResult
 from simulator.run import Simulation
 from simulator.scenario import Scenario
 from simulator.workload import Workload
@@ -162,16 +162,21 @@ def missed_so_far(running: Simulation) -> Flags:
 
 
 def have_ended(running: Simulation) -> Flags:
-    """Return which requests have been served or shed."""
+    """Return which requests have ended: served, also where that is not recorded yet, shed, refused or lost."""
     ended: Flags = running.requests.outcomes.finished_s >= 0
-    ended |= running.decisions.status == STATUSES.index(SHED)
+    ended |= running.decisions.status != STATUSES.index(UNFINISHED)
+    numbers, rows = running.fleet.slots["number"], running.fleet.stack.requests
+    served = (numbers >= 0) & (rows["leg"] != PREFILL_LEG) & (rows["status"] == FINISHED)
+    served[:, 0] = False  # which is no slot
+    ended[numbers[served]] = True
     return ended
 
 
 def attained_in(result: RunResult, counts: Flags | None = None) -> dict[str, Any]:
     """Return the share of the requests that attained all deadlines, also by tokens, and how many had two legs."""
-    served = served_requests(result, latencies(result))
+    served, chosen = served_requests(result, latencies(result)), result.decisions.prefill_instance
     if counts is not None:
+        chosen = chosen[counts]
         due_s = np.where(counts, served.levels.ttft_slo_s, np.nan)  # without one, a request counts nowhere
         served = replace(served, levels=replace(served.levels, ttft_slo_s=due_s))
     part = attained(served)
@@ -179,7 +184,7 @@ def attained_in(result: RunResult, counts: Flags | None = None) -> dict[str, Any
         "attained": part["deadline_attained"],
         "attained_tokens": part["deadline_attained_tokens"],
         "missed_prompt_ratio": part["missed_prompt_ratio"],
-        "disaggregated": float((result.decisions.prefill_instance >= 0).mean()),
+        "disaggregated": float((chosen >= 0).mean()),
     }
 
 

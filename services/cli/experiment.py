@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 import click
@@ -18,6 +19,7 @@ from simulator.experiments.experiment import (
     ExperimentSetting,
     experiment_named,
     experiment_names,
+    matching,
 )
 from simulator.experiments.findings import measure
 from simulator.experiments.report import as_json as findings_json
@@ -72,12 +74,11 @@ def experiment(
         if seeds < 1:
             raise ValueError(f"seeds: must be at least 1, not {seeds}")
         wanted = replace(wanted, seeds=seeds)
-    wanted = replace(wanted, settings=_chosen(wanted, settings))
+    with _named("--only"):
+        wanted = replace(wanted, settings=_chosen(wanted, settings))
     if variants:
-        try:
+        with _named("--variant"):
             wanted = wanted.with_variants(variants)
-        except ValueError as error:
-            raise ValueError(f"--variant: {error}") from None
     target = Path(folder or f"experiments/{wanted.name}")
     try:
         target.mkdir(parents=True, exist_ok=True)
@@ -98,9 +99,14 @@ def _chosen(experiment: Experiment, patterns: tuple[str, ...]) -> tuple[Experime
     """Return the settings that patterns match; without any, those that are not optional."""
     if not patterns:
         return tuple(one for one in experiment.settings if not one.optional)
-    chosen = {
-        pattern: [one.name for one in experiment.settings if fnmatchcase(one.name, pattern)] for pattern in patterns
-    }
-    if unknown := sorted(pattern for pattern, names in chosen.items() if not names):
-        raise ValueError(f"--only: {', '.join(unknown)}: no such setting")
-    return tuple(one for one in experiment.settings if any(one.name in names for names in chosen.values()))
+    names = matching([one.name for one in experiment.settings], patterns)
+    return tuple(one for one in experiment.settings if one.name in names)
+
+
+@contextmanager
+def _named(option: str) -> Iterator[None]:
+    """Name the option in the message of an error."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{option}: {error}") from None

@@ -169,12 +169,8 @@ class Experiment:
         return setting.baseline or self.baseline
 
     def with_variants(self, patterns: Sequence[str]) -> Experiment:
-        """Return the experiment with the variants that patterns match alone, without the claims about all."""
-        names = [one.name for one in self.variants if any(fnmatchcase(one.name, pattern) for pattern in patterns)]
-        for pattern in patterns:
-            if not any(fnmatchcase(name, pattern) for name in names):
-                known = [one.name for one in self.variants]
-                raise ValueError(f"{pattern!r} is none of {', '.join(known)}{did_you_mean(pattern, known)}")
+        """Return the experiment with the variants that match a pattern, and with its claims only if these are all."""
+        names = matching([one.name for one in self.variants], patterns)
         variants = tuple(one for one in self.variants if one.name in names)
         for one in variants:
             if one.split_of and one.split_of not in names:
@@ -188,6 +184,8 @@ class Experiment:
             for setting in self.settings
             if not setting.variants or set(names) & set(setting.variants)
         ]
+        if not settings:
+            raise ValueError(f"{', '.join(names)}: in none of the chosen settings")
         return replace(
             self,
             variants=variants,
@@ -201,6 +199,14 @@ class Experiment:
         """Return the variants of a setting, each with its scenario."""
         variants = [one for one in self.variants if not setting.variants or one.name in setting.variants]
         return [(one, setting.scenario.changed(**one.changes)) for one in variants]
+
+
+def matching(names: Sequence[str], patterns: Sequence[str]) -> list[str]:
+    """Return the names that match a pattern, each once; a pattern without any is rejected."""
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ValueError(f"{pattern!r} is none of {', '.join(names)}{did_you_mean(pattern, names)}")
+    return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
 
 
 def experiment_names() -> list[str]:

@@ -148,12 +148,20 @@ def test_a_variant_alone(file: Path, tmp_path: Path) -> None:
     assert "| jsq |" not in (tmp_path / "out" / "report.md").read_text()
 
 
-@pytest.mark.parametrize("given", ["block", "x*"])
-def test_an_unknown_variant_is_refused(file: Path, given: str) -> None:
-    """The message names the option and those that there are."""
-    result = CliRunner().invoke(block, ["experiment", str(file), "--variant", given])
-    assert isinstance(result.exception, ValueError) or result.exit_code == 2
-    assert "--variant" in str(result.exception) + result.output
+@pytest.mark.parametrize("option", ["--variant", "--only"])
+@pytest.mark.parametrize("given", ["bloc", "x*"])
+def test_an_unknown_choice_is_refused(file: Path, option: str, given: str) -> None:
+    """The message names the option, and the choices that there are."""
+    result = CliRunner().invoke(block, ["experiment", str(file), option, given])
+    assert str(result.exception).startswith(f"{option}: {given!r} is none of ")
+
+
+def test_a_variant_of_other_settings_is_refused(tmp_path: Path) -> None:
+    """It would leave nothing to measure."""
+    path = tmp_path / "one.toml"
+    path.write_text(CAPACITY.replace("[settings.eight]", '[settings.eight]\nonly = ["jsq"]'))
+    result = CliRunner().invoke(block, ["experiment", str(path), "--only", "eight", "--variant", "block*"])
+    assert str(result.exception) == "--variant: block*: in none of the chosen settings"
 
 
 def test_sweeps_draw_curves(tmp_path: Path) -> None:
