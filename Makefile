@@ -30,7 +30,7 @@ test: setup
 	$(BIN)/block warm
 	$(BIN)/pytest -m '$(NOT_APART) and not slow' $(IN_PARALLEL) --dist loadgroup
 
-# the properties of every further local scheduler
+# what takes long: running clusters and their faults, commands of the manual, further local schedulers
 slow: setup
 	$(BIN)/block warm
 	$(BIN)/pytest -m '$(NOT_APART) and slow' $(IN_PARALLEL) --dist loadgroup

@@ -15,7 +15,7 @@ from numba.extending import is_jitted
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-FOLDERS = ("predictor", "simulator", "services/emulator")  # those with kernels, also where Block is installed
+FOLDERS = ("predictor", "simulator", "services/emulator")  # with kernels, in a checkout and where Block is installed
 HOLDS_KERNELS = re.compile(rb"predictor\.compiled import [^\n]*kernel")
 IMPORT = re.compile(
     rb"^from (?:\w+\.)*?((?:predictor|simulator|services)[\w.]*) import (\([^)]*\)|[^\n]*)", re.MULTILINE
@@ -65,7 +65,7 @@ def kernel(function: F) -> F:
 
 
 def small_kernel(function: F) -> F:
-    """Compile a function into each kernel that calls it, if it is short, or on the way of each event of the loop.
+    """Compile a function into each kernel that calls it: a short one, or one that the loop calls at each event.
 
     A call costs about 30 ns, because all arrays of the state are arguments of their own.
     """

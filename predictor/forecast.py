@@ -195,8 +195,6 @@ def simulation_with(drive: Callable[..., None], layer: Callable[[State, State, i
         ready: np.ndarray,
         results: np.ndarray,
     ) -> None:
-        # numpy integers, because the loop would be compiled again for each constant
-        unwatched, any_number, tail = np.int64(NONE), np.int64(ANY_NUMBER), np.int64(loop.TAIL_OF_QUEUE)
         shared = layer(workspace, source, SHARED)
         purpose = HAS_TOKENS_ON_TIME if delays else HAS_TIMES
         if ready[SHARED] < purpose:
@@ -206,12 +204,12 @@ def simulation_with(drive: Callable[..., None], layer: Callable[[State, State, i
             shared.engine[0].least_slack_s = np.inf
             shared.engine[0].unmeasured_s = 0.0
             if not shared.engine[0].by_priority and queues.last_arrival_s(shared) <= now_s:
-                drive(shared, FOREVER, any_number, tail)
+                drive(shared, FOREVER, ANY_NUMBER, loop.TAIL_OF_QUEUE)
                 ready[SHARED] = purpose
         alone = layer(workspace, source, ALONE)
         if delays and ready[ALONE] < purpose:
             copy_into(alone, shared)
-            drive(alone, FOREVER, any_number, unwatched)
+            drive(alone, FOREVER, ANY_NUMBER, NONE)
             ready[ALONE] = purpose
         after = layer(workspace, source, WITH_CANDIDATE)
         first = 0
@@ -222,7 +220,7 @@ def simulation_with(drive: Callable[..., None], layer: Callable[[State, State, i
                 stop_counting_on_time(after)
             announce_all(after, source, slots, first, end)
             for position in range(first, first + 1 if delays else end):
-                drive(after, FOREVER, any_number, unwatched if delays else slots[position])
+                drive(after, FOREVER, ANY_NUMBER, NONE if delays else slots[position])
             for position in range(first, end):
                 read_result(after, slots[position], now_s, results[position])
             if delays:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from predictor import blocks, steps
+from predictor.batching import ordered_requests
 from predictor.compiled import kernel, small_kernel
 from predictor.repeated_steps import decode_pace
 from predictor.state import PLAIN_LAYOUT, State
@@ -29,12 +30,10 @@ def keeps_all(state: State) -> bool:
         if request.output_tokens == 0:
             return False
         longest_rest = max(longest_rest, request.final_tokens - request.output_tokens)
-    if blocks_needed_at_end(state) > engine.num_free_blocks - engine.decode_reserve:
+    if _blocks_needed_at_end(state) > engine.num_free_blocks - engine.decode_reserve:
         return False
-    start_s = engine.now_s
-    if engine.num_in_flight > 0:
-        start_s = max(start_s, state.steps[engine.oldest].end_s)
-    step_s = longest_step_s(state, longest_rest)
+    start_s = ordered_requests.start_s(state)
+    step_s = _longest_step_s(state, longest_rest)
     longest_rest = 0  # of requests that such a step could make late
     for position in range(engine.num_running):
         slot = state.running[position]
@@ -43,7 +42,7 @@ def keeps_all(state: State) -> bool:
             longest_rest = max(longest_rest, request.final_tokens - request.output_tokens)
     if longest_rest == 0:
         return True
-    until_end_s = longest_step_s(state, longest_rest)
+    until_end_s = _longest_step_s(state, longest_rest)
     for position in range(engine.num_running):
         slot = state.running[position]
         if not _keeps_with(state, slot, start_s, step_s) and not _keeps_with(state, slot, start_s, until_end_s):
@@ -62,7 +61,7 @@ def _keeps_with(state: State, slot: int, start_s: float, step_s: float) -> bool:
 
 
 @kernel
-def blocks_needed_at_end(state: State) -> int:
+def _blocks_needed_at_end(state: State) -> int:
     """Return the number of blocks that the running requests take until their responses end."""
     engine = state.engine[0]
     needed = 0
@@ -74,7 +73,7 @@ def blocks_needed_at_end(state: State) -> int:
 
 
 @kernel
-def longest_step_s(state: State, num_steps: int) -> float:
+def _longest_step_s(state: State, num_steps: int) -> float:
     """Return how long any of the next steps takes at most, which decode the running requests or some of them."""
     n = state.engine[0].num_running
     context = longest = 0

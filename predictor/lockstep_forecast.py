@@ -49,19 +49,17 @@ def record_passes(workspace: State, source: State, seconds: np.ndarray) -> int:
 
 
 @kernel
-def drive_in_group(
-    state: State, least_s: np.ndarray, first_step: int, until_s: float, last_step: int, watched: int
-) -> None:
+def drive_in_group(state: State, least_s: np.ndarray, first_step: int, watched: int) -> None:
     """Run a rank as `loop.drive` does, with steps that are at least as long as those of the other ranks."""
     engine = state.engine[0]
-    while engine.num_steps < last_step:
+    while True:
         num_steps = engine.num_steps
         place = num_steps - first_step
         if not 0 <= place < len(least_s):
-            loop.run(state, until_s, last_step, watched)
+            loop.run(state, FOREVER, ANY_NUMBER, watched)
             return
         engine.steady = 0  # each may have another length than the one before
-        loop.run(state, until_s, num_steps + 1, watched)
+        loop.run(state, FOREVER, num_steps + 1, watched)
         if engine.num_steps == num_steps:
             return
         last = state.steps[(engine.oldest + engine.num_in_flight - 1) % 2]
@@ -105,7 +103,6 @@ def simulate_in_group(
     `least_s` are the least seconds of the steps that follow; `end_s` is when the pass under way ends on the slowest
     rank, and `younger_s` how long the pass takes that is already planned behind it.
     """
-    unwatched, any_number, tail = NONE, ANY_NUMBER, loop.TAIL_OF_QUEUE
     first_step = source.engine[0].num_steps
     shared = layer(workspace, source, forecast.SHARED)
     purpose = forecast.HAS_TOKENS_ON_TIME if delays else forecast.HAS_TIMES
@@ -117,12 +114,12 @@ def simulate_in_group(
         shared.engine[0].unmeasured_s = 0.0
         hold_until(shared, end_s, younger_s)
         if not shared.engine[0].by_priority and queues.last_arrival_s(shared) <= now_s:
-            drive_in_group(shared, least_s, first_step, FOREVER, any_number, tail)
+            drive_in_group(shared, least_s, first_step, loop.TAIL_OF_QUEUE)
             ready[forecast.SHARED] = purpose
     alone = layer(workspace, source, forecast.ALONE)
     if delays and ready[forecast.ALONE] < purpose:
         copy_into(alone, shared)
-        drive_in_group(alone, least_s, first_step, FOREVER, any_number, unwatched)
+        drive_in_group(alone, least_s, first_step, NONE)
         ready[forecast.ALONE] = purpose
     after = layer(workspace, source, forecast.WITH_CANDIDATE)
     first = 0
@@ -133,7 +130,7 @@ def simulate_in_group(
             forecast.stop_counting_on_time(after)
         forecast.announce_all(after, source, slots, first, end)
         for position in range(first, first + 1 if delays else end):
-            drive_in_group(after, least_s, first_step, FOREVER, any_number, unwatched if delays else slots[position])
+            drive_in_group(after, least_s, first_step, NONE if delays else slots[position])
         for position in range(first, end):
             forecast.read_result(after, slots[position], now_s, results[position])
         if delays:

@@ -13,7 +13,7 @@ from predictor.batching import fill
 from predictor.compiled import inner_kernel, kernel, small_kernel
 from predictor.kept_deadlines import keeps_all
 from predictor.kernel_addresses import by_address
-from predictor.repeated_steps import count_repeats, nothing_will_change, repeat
+from predictor.repeated_steps import count_repeats, repeat
 from predictor.request import NO_ADAPTER
 from predictor.state import AT_SETBACK, FINISHED, NEVER, State
 from predictor.state_allocation import state_type
@@ -95,7 +95,7 @@ def reach_plan(state: State, until_s: float, last_step: int, watched: int) -> bo
 
 @small_kernel
 def is_over(state: State, watched: int) -> bool:
-    """Return whether the watched request has ended, or there was a setback in a run that ends at the first."""
+    """Return whether the watched request has ended, or a run that stops at setbacks has had one, or little slack."""
     engine = state.engine[0]
     if engine.stops == AT_SETBACK and (engine.num_setbacks > 0 or has_little_slack(state)):
         return True
@@ -104,7 +104,7 @@ def is_over(state: State, watched: int) -> bool:
 
 @small_kernel
 def has_little_slack(state: State) -> bool:
-    """Return whether a token has come with less slack than demanded, if any is."""
+    """Return whether a token has come with less than `min_slack_s` to spare; never where that is 0."""
     engine = state.engine[0]
     return bool(engine.min_slack_s > 0 and engine.least_slack_s < engine.min_slack_s)
 
@@ -151,6 +151,16 @@ def num_waiting_for_seats(state: State) -> int:
         may_be_passed = has_adapters and state.facts[slot].adapter != NO_ADAPTER
         count += remote_kv.takes_seat(state, slot) and not may_be_passed
     return count
+
+
+@small_kernel
+def nothing_will_change(state: State) -> bool:
+    """Return whether the planned step is empty and no step in flight will free a slot or a block."""
+    engine = state.engine[0]
+    step = state.steps[steps.current(state)]
+    if step.num_scheduled > 0 or step.num_preempted > 0:
+        return False
+    return engine.num_in_flight == 0 or state.steps[engine.oldest].num_scheduled == 0
 
 
 @small_kernel

@@ -16,16 +16,6 @@ from predictor.tabulated_costs import count_measured, decode_slope, step_seconds
 
 
 @small_kernel
-def nothing_will_change(state: State) -> bool:
-    """Return whether the planned step is empty and no step in flight will free a slot or a block."""
-    engine = state.engine[0]
-    step = state.steps[steps.current(state)]
-    if step.num_scheduled > 0 or step.num_preempted > 0:
-        return False
-    return engine.num_in_flight == 0 or state.steps[engine.oldest].num_scheduled == 0
-
-
-@small_kernel
 def count_repeats(state: State, until_s: float) -> int:
     """Return how often the steady decode step can be repeated before its batch changes.
 
@@ -224,10 +214,10 @@ def _count_on_time(
     is_first_late, is_last_late = first_late_s > 0, last_late_s > 0
     engine, request = state.engine[0], state.requests[slot]
     is_on_time = request.tokens_on_time == request.output_tokens  # so far; tokens after a late one do not count
-    if is_on_time and not is_first_late and not is_last_late:
-        engine.least_slack_s = min(engine.least_slack_s, -max(first_late_s, last_late_s))
     engine.num_setbacks += is_on_time and (is_first_late or is_last_late)
     if not is_first_late and not is_last_late:
+        if is_on_time:
+            engine.least_slack_s = min(engine.least_slack_s, -max(first_late_s, last_late_s))
         return num_repeats
     on_time = num_repeats if is_first_late else 1
     if is_first_late and is_last_late:

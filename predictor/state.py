@@ -131,7 +131,10 @@ ENGINE = np.dtype(
         ("steady", "i8"),  # the last step repeats until a request finishes or arrives, or blocks run out
         ("steady_limit_s", "f8"),  # it repeats only while it takes no longer
         ("fruitless_preemptions", "i8"),  # preemptions since a request last produced a token
-        ("least_slack_s", "f8"),  # to its deadline of a token that came in time, of requests without a late one
+        (
+            "least_slack_s",
+            "f8",
+        ),  # from a token in time to its deadline, of requests without a late one
         ("num_setbacks", "i8"),  # first missed deadlines of requests, and preemptions
         ("stops", "i8"),  # of a forecast, when its run ends early: `NEVER`, `WHEN_KEPT` or `AT_SETBACK`
         ("min_slack_s", "f8"),  # of a forecast: a run that ends at a setback also ends where there is less slack
@@ -366,9 +369,9 @@ class State(NamedTuple):
     preempted: np.ndarray  # slots preempted by the step that is being planned
     steps: np.recarray[Any, Any]  # STEP per step in flight
     batch: np.recarray[Any, Any]  # SCHEDULED per step in flight and position
-    turn_starts: np.ndarray  # scratch space of `loop.repeat`: the order in which requests take blocks
-    turns: np.ndarray  # scratch space of `loop.repeat` and of `batching.ordered`: requests in an order
-    ranks: np.recarray[Any, Any]  # scratch space of `batching.ordered`: RANK per slot
+    turn_starts: np.ndarray  # scratch space of `repeated_steps.repeat`: the order in which requests take blocks
+    turns: np.ndarray  # scratch space of `repeated_steps` and of `batching.ordered_requests`: requests in an order
+    ranks: np.recarray[Any, Any]  # scratch space of `batching.ordered_requests`: RANK per slot
     clients: np.recarray[Any, Any]  # CLIENT each, of local schedulers that count the tokens of clients
     two_ended_blocks: np.recarray[Any, Any]  # TWO_ENDED_BLOCK per KV block, with that layout
     blocks: np.recarray[Any, Any]  # BLOCK per KV block

@@ -129,7 +129,7 @@ def _set_estimator(engine: np.record, config: EngineConfig) -> None:
 def _set_transfers(engine: np.record, config: EngineConfig) -> None:
     engine.fetches = config.kv_role in FETCHING_ROLES
     engine.drops_stale = config.kv_role in HOLDING_ROLES
-    engine.defers_frees = engine.fetches and config.pipeline_depth > 1
+    engine.defers_frees = config.overlaps_fetches
     engine.recomputes = config.kv_load_failure_policy == RECOMPUTE
     engine.transfer_base_s = config.kv_transfer_base_s
     engine.transfer_token_s = config.kv_bytes_per_token / config.kv_transfer_bytes_per_s

@@ -84,7 +84,7 @@ def rules_for(version: str) -> ChosenRules:
 def approximations_of(version: str, *, speculates: bool, overlaps_fetches: bool) -> tuple[str, ...]:
     """Return what forecasts of an engine of this version approximate: nothing where all its rules are known.
 
-    An engine with asynchronous scheduling that fetches KV blocks `overlaps_fetches` with its steps.
+    `overlaps_fetches`: it schedules asynchronously, and fetches KV blocks meanwhile.
     """
     chosen, named = rules_for(version), []
     if not chosen.is_exact:

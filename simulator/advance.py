@@ -45,7 +45,7 @@ def advance_one(fleet: EngineArrays, index: int, until_s: float) -> None:
 @kernel
 def run_engine(fleet: EngineArrays, index: int, until_s: float) -> None:
     """Run one engine until a time; with noise, step by step."""
-    any_number, unwatched = np.int64(ANY_NUMBER), np.int64(NONE)
+    any_number, unwatched = ANY_NUMBER, NONE
     state = engine_at(fleet.stack, fleet.stack.costs, index)
     engine, instance = state.engine[0], fleet.instances[index]
     size = len(fleet.noise)

@@ -114,7 +114,7 @@ def copy_for_forecast(fleet: EngineArrays, workspace: State, index: int, target:
         instance.has_lookahead = 1
     else:
         add_joined(source, lookahead)
-    loop.run(lookahead, FOREVER, np.int64(ANY_NUMBER), np.int64(loop.TAIL_OF_QUEUE))
+    loop.run(lookahead, FOREVER, ANY_NUMBER, loop.TAIL_OF_QUEUE)
     copy_into(target, lookahead)
     for position in range(engine.num_pending):
         slot = source.pending[queues.at(engine.pending_head, position, len(source.pending))]
@@ -165,8 +165,8 @@ def forecast(
 
     With delays it may be simulated only `until` it is known which deadlines are kept, with `min_slack_s` to spare.
     """
-    any_number, unwatched = np.int64(ANY_NUMBER), np.int64(NONE)
-    slot = np.int64(CANDIDATE)
+    any_number, unwatched = ANY_NUMBER, NONE
+    slot = CANDIDATE
     for row in range(len(indices)):
         index = indices[row]
         source = engine_at(fleet.stack, fleet.predicted_costs, index)
@@ -203,7 +203,7 @@ def forecast(
 @kernel
 def forecast_drain(fleet: EngineArrays, workspace: State, now_s: float, drained_s: np.ndarray) -> None:
     """Forecast for each engine when all its requests have finished."""
-    any_number, unwatched = np.int64(ANY_NUMBER), np.int64(NONE)
+    any_number, unwatched = ANY_NUMBER, NONE
     for index in range(len(fleet.instances)):
         source = engine_at(fleet.stack, fleet.predicted_costs, index)
         copied = layer(workspace, source, WITH)

@@ -47,7 +47,7 @@ def find_verdict(
             if not has_alone:
                 copy_into(alone, before)
                 alone.engine[0].stops = WHEN_KEPT
-                loop.run(alone, FOREVER, np.int64(ANY_NUMBER), np.int64(NONE))
+                loop.run(alone, FOREVER, ANY_NUMBER, NONE)
                 has_alone = True
             result.others_missed = num_harmed(before, alone, after)
             result.others_preempted = num_others_preempted(alone, after, slot)
@@ -70,11 +70,11 @@ def run_on(state: State, slot: int, due_s: float, own_counts: bool) -> int:
     engine, request = state.engine[0], state.requests[slot]
     engine.num_setbacks = 0
     if request.first_token_s < 0 and due_s < FOREVER:
-        loop.run(state, due_s, np.int64(ANY_NUMBER), np.int64(NONE))
+        loop.run(state, due_s, ANY_NUMBER, NONE)
         if engine.num_setbacks == 0 and not engine.is_kept and request.first_token_s < 0:
             return OWN_MISSED
     if engine.num_setbacks == 0 and not engine.is_kept:
-        loop.run(state, FOREVER, np.int64(ANY_NUMBER), np.int64(NONE))
+        loop.run(state, FOREVER, ANY_NUMBER, NONE)
     if own_counts and (has_missed(state, slot) or request.num_preemptions > 0):
         return OWN_MISSED
     if loop.has_little_slack(state):
@@ -90,7 +90,7 @@ def reach_first_token(state: State, slot: int, due_s: float) -> None:
     num_steps = NONE
     while request.first_token_s < 0 and num_steps < engine.num_steps and due_s < FOREVER:
         num_steps = engine.num_steps
-        loop.run(state, due_s, np.int64(num_steps + FEW_STEPS), np.int64(NONE))
+        loop.run(state, due_s, np.int64(num_steps + FEW_STEPS), NONE)
 
 
 @small_kernel

@@ -345,12 +345,12 @@ def is_compiled(batcher: Batcher) -> bool:
     return bool(is_jitted(batcher.schedule))
 
 
-call_rule = by_address(
+_call_rule = by_address(
     "local_schedulers", [batcher.schedule for batcher in BATCHERS.values()], types.boolean, lambda: (state_type(),)
 )
 
 
 @inner_kernel
 def fill(state: State) -> bool:
-    """Fill a step by the local scheduler whose number the engine carries; return whether it will repeat itself."""
-    return bool(call_rule(state.engine[0].batcher, state))
+    """Fill a step by the local scheduler with the number in the state; return whether the step will repeat itself."""
+    return bool(_call_rule(state.engine[0].batcher, state))

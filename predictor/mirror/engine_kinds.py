@@ -44,7 +44,7 @@ def kind_of(*, models: bytes | None, metrics: bytes | None, version: bytes | Non
             pass
         else:
             return SGLANG
-    return VLLM if parse_version(version or b"") else GENERIC
+    return VLLM if parse_version(version) else GENERIC
 
 
 def _owners(models: bytes | None) -> set[str]:

@@ -42,7 +42,7 @@ class EventBacklog:
         return settings
 
     def drop_ended(self) -> None:
-        """Drop the events of requests that have ended, each time when twice as many events wait as were left before."""
+        """Drop the events of ended requests, whenever twice as many events wait as were left the last time."""
         if len(self._events) < self._pruned_events:
             return
         ended = {event.name for _, event in self._events if isinstance(event, RequestEnded)}

@@ -54,7 +54,7 @@ class KnownSettings:
                 self._identify(event)
 
     def take_scraped(self, settings: Mapping[str, Any], *, restarted: bool) -> None:
-        """Take what the metrics report; after a restart they no longer report what the engine does without now."""
+        """Take what the metrics report; after a restart, forget what they reported before and do not report now."""
         if restarted:
             for name in self._scraped - settings.keys():
                 self.reported.pop(name, None)

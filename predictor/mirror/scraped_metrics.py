@@ -187,7 +187,7 @@ def parse_adapters(body: bytes) -> frozenset[str]:
     try:
         cards = json_in(body)["data"]
         return frozenset(card["id"] for card in cards if card.get("parent") and isinstance(card["id"], str))
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (KeyError, TypeError, AttributeError):
         return frozenset()
 
 
@@ -196,15 +196,15 @@ def parse_max_model_len(body: bytes) -> int | None:
     try:
         cards = json_in(body)["data"]
         lengths = [card["max_model_len"] for card in cards if card.get("max_model_len") is not None]
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (KeyError, TypeError, AttributeError):
         return None
     return max((length for length in lengths if type(length) is int and length > 0), default=None)
 
 
-def parse_version(body: bytes) -> str:
+def parse_version(body: bytes | None) -> str:
     """Parse the version in a reply of /version; empty where there is none."""
     try:
         version = json_in(body)["version"]
-    except (ValueError, KeyError, TypeError):
+    except (KeyError, TypeError):
         return ""
     return version if isinstance(version, str) else ""

@@ -29,6 +29,7 @@ from services.http.prompt_tokens import PromptSizes, PromptTokens
 from services.instances.sources import InstanceSource
 from services.live_page.pages import live_page_routes
 from services.logs import log_event
+from services.placement.driver import PlacementDriver
 from services.placement.lifecycle import placement_driver
 from services.placement.settings import SchedulerSettings
 from services.rpc.channels import bind_server, make_server, streams_for
@@ -62,6 +63,7 @@ class RunningPicker:
     metrics_port: int | None
     picker: Picker
     service: ExternalProcessorService
+    driver: PlacementDriver
     is_draining: bool = False
 
 
@@ -138,7 +140,9 @@ async def serving(  # noqa: PLR0913 - all settings of the process
         picker = Picker(settings, driver, prompts, metrics, tracer)
         service = ExternalProcessorService(picker, settings.max_streams)
         metrics.watch(service.__len__)
-        running = RunningPicker(port=0, health_port=None, metrics_port=metrics_port, picker=picker, service=service)
+        running = RunningPicker(
+            port=0, health_port=None, metrics_port=metrics_port, picker=picker, service=service, driver=driver
+        )
         health = PickerHealth(lambda: not running.is_draining and len(picker.endpoints) > 0)
         # without the interceptor of other servers, which takes a third of a stream's processor time
         main = make_server(

@@ -66,6 +66,7 @@ class RunningGateway:
     gateway: Gateway
     scheduler_port: int | None = None  # of block.v1.Scheduler, where it is served beside it
     metrics_port: int | None = None  # for operators
+    driver: PlacementDriver | None = None  # where it decides by itself
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,7 +184,9 @@ async def serving(
         gateway = Gateway(context, access)
         async with answering(gateway, listener, server.drain_s, tls=certificates.server_context):
             port = listener.getsockname()[1]
-            yield RunningGateway(port=port, gateway=gateway, scheduler_port=scheduler_port, metrics_port=metrics_port)
+            yield RunningGateway(
+                port=port, gateway=gateway, scheduler_port=scheduler_port, metrics_port=metrics_port, driver=driver
+            )
 
 
 @asynccontextmanager

@@ -61,10 +61,10 @@ def not_modelled(scheduler: Any) -> list[str]:
     kind = type(scheduler)
     if not kind.__module__.startswith("vllm.") and not hasattr(scheduler, "block_planner"):
         named.append(f"scheduler_cls {kind.__module__}.{kind.__qualname__}")
-    if (connector := getattr(scheduler, "connector", None)) is not None:
+    if getattr(scheduler, "connector", None) is not None:
         name = str(scheduler.vllm_config.kv_transfer_config.kv_connector)
         if name not in MODELLED_CONNECTORS:
-            named.append(f"kv_connector {name or type(connector).__name__}")
+            named.append(f"kv_connector {name}")
     return named
 
 

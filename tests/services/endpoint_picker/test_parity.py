@@ -16,6 +16,7 @@ from services.gateway.server import InProcessDecisions
 from services.gateway.server import serving as gateway_serving
 from services.gateway.settings import GatewaySettings
 from services.instances.sources import Listed
+from services.placement.driver import PlacementDriver
 from services.placement.settings import SchedulerSettings
 from services.rpc.settings import ServerSettings
 from tests.services.endpoint_picker.running import MODEL, Proxy, head, picking
@@ -24,8 +25,10 @@ from tests.services.stub_sidecars import StubSidecar, sidecars
 from tests.services.waiting import LIMIT_S, PATIENCE_S, run, until
 
 SEED = 7
+LINEAR = "linear: lambda = 0.3"
 PROMPTS = ["x" * (1 + 400 * number % 7919) for number in range(24)]
 HEADERS = {"x-slo-ttft-ms": "400", "x-llm-d-inference-fairness-id": "acme", "x-session-id": "s1"}
+READ_REPORTS = ("jsq", LINEAR)
 OF_ONE_RUN = ("request_id", "arrival_unix_s", "waited_s")  # fields that no two runs share
 
 
@@ -39,6 +42,14 @@ def vary(stubs: Sequence[StubSidecar]) -> None:
 def body(prompt: str, number: int) -> bytes:
     """Write a completion."""
     return json.dumps({"model": MODEL, "prompt": prompt, "max_tokens": 10 + number, "stream": True}).encode()
+
+
+async def until_reported(driver: PlacementDriver | None, policy: str) -> None:
+    """Wait until a policy that reads reports has one of every instance; until then it places blindly."""
+    assert driver is not None
+    if policy in READ_REPORTS:
+        instances = driver.core.instances.by_id
+        await until(lambda: len(instances) == 3 and all(one.indicators for one in instances.values()))
 
 
 @asynccontextmanager
@@ -55,6 +66,7 @@ async def gateway(policy: str) -> AsyncIterator[tuple[httpx.AsyncClient, list[St
         )
         settings = GatewaySettings(decide="in-process", schedule_s=2 * PATIENCE_S)
         here = await stack.enter_async_context(gateway_serving(settings, ServerSettings(drain_s=0.0), decisions))
+        await until_reported(here.driver, policy)
         client = await stack.enter_async_context(
             httpx.AsyncClient(base_url=f"http://{LOCAL}:{here.port}", timeout=LIMIT_S)
         )
@@ -93,6 +105,7 @@ async def by_gateway(policy: str) -> list[tuple[str, common_pb2.Request]]:
 async def by_picker(policy: str) -> list[tuple[str, common_pb2.Request]]:
     """Show the load to a picker; no request ends."""
     async with picking(hangs, hangs, hangs, policy=policy, seed=SEED) as here:
+        await until_reported(here.running.driver, policy)
         vary(here.sidecars)
         open_ones: list[Any] = []
         for number, prompt in enumerate(PROMPTS):
@@ -104,7 +117,7 @@ async def by_picker(policy: str) -> list[tuple[str, common_pb2.Request]]:
         return reservations(here.sidecars)
 
 
-@pytest.mark.parametrize("policy", ["block", "random", "jsq", "linear: lambda = 0.3"])
+@pytest.mark.parametrize("policy", ["block", "random", "jsq", LINEAR])
 def test_both_reserve_the_same_requests_at_the_same_instances(policy: str) -> None:
     """Each request with the same facts; instances forecast by what is reserved there."""
 
