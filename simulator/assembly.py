@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 
 from predictor.gain import default_levels
-from predictor.loop import FOREVER
 from predictor.state import NONE
 from scheduler.admission.order import ARRIVAL_TURN
 from scheduler.core import DecisionRules, SchedulerCore
@@ -23,7 +22,7 @@ from scheduler.prefix import PromptPrefixes
 from simulator.available_instances import AvailableInstances
 from simulator.conditions import FIRST_COME, WHOLE_QUEUE_TURNS, Conditions, require_outages
 from simulator.coupled_run import CoupledSimulation
-from simulator.events import BACK, OUT, SAMPLE, TICK
+from simulator.events import OUT, SAMPLE, TICK
 from simulator.fleet import InstanceSpec, has_roles, instance_names, make_fleet, noise_factors, residual_table
 from simulator.fleet_adapters import FleetAdapters
 from simulator.fleet_arrays import LEGS_OF_REQUEST, OUTCOME, REQUEST, Requests
@@ -115,21 +114,17 @@ def simulation(
     if work.adapter is not None:
         for scheduler in schedulers:
             scheduler.table.known.adapters = FleetAdapters(lambda: simulation.fleet)
+    simulation.refresh(0.0)
     for which, scheduler in enumerate(schedulers):
+        known = scheduler.table.known
         if conditions.has_fresh_indicators:
-            scheduler.table.known.reported = simulation.reported
+            known.reported = simulation.reported
         else:
             simulation.events.schedule(conditions.indicator_period_s * which / conditions.num_schedulers, TICK, which)
-            scheduler.table.known.reported[:] = 0.0
-            scheduler.table.known.reported_s[:] = 0.0
-    simulation.refresh(0.0)
-    for scheduler in schedulers:
-        if not conditions.has_fresh_indicators:
-            scheduler.table.known.reported[:] = simulation.reported
+            known.reported[:] = simulation.reported
+            known.reported_s[:] = 0.0
     for outage in conditions.outages:
-        simulation.events.schedule(outage.from_s, OUT, outage.instance)
-        if outage.until_s < FOREVER:
-            simulation.events.schedule(outage.until_s, BACK, outage.instance)
+        simulation.events.schedule(outage.from_s, OUT, outage)
     if conditions.sample_s > 0:
         simulation.events.schedule(float(work.arrival_s[0]), SAMPLE)
     return simulation

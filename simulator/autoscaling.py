@@ -147,7 +147,7 @@ class SimulatedProvisioner:
         self._open = np.zeros(0, np.int64)
         self._new: list[int] = []
         for index in range(options.first, len(sim.specs)):
-            sim.available.went_down(sim.fleet, index, 0.0)
+            self._remove(index, 0.0)
         sim.decided = self._placed
         sim.events.schedule(0.0, CALL, self._tick)
 
@@ -206,6 +206,7 @@ class SimulatedProvisioner:
         if decision.kind == START:
             for index in [one for one in range(len(self._names)) if one not in self._requested_s][: decision.num]:
                 self._requested_s[index] = now_s
+                sim.available.removed.remove(index)
                 self._starting[index] = now_s + self._options.cold_start_s
                 sim.events.schedule(now_s + self._options.cold_start_s, BACK, index)
         elif decision.kind == DRAIN:
@@ -238,5 +239,9 @@ class SimulatedProvisioner:
             collect_finished(sim.fleet, sim.requests, index)
             restart(sim.fleet, index, sim.specs[index], now_s)
             sim.available.leaving.remove(index)
-            sim.available.went_down(sim.fleet, index, now_s)
+            self._remove(index, now_s)
             self._paid_s += now_s - self._requested_s.pop(index)
+
+    def _remove(self, index: int, now_s: float) -> None:
+        self._sim.available.removed.add(index)
+        self._sim.available.went_down(self._sim.fleet, index, now_s)

@@ -11,7 +11,8 @@ from simulator.fleet_arrays import EngineArrays
 class AvailableInstances:
     """The instances that are up and do not leave, which of them could serve a request, and for how long they were up.
 
-    An instance that leaves finishes what it has, and gets nothing new.
+    An instance that leaves finishes what it has, and gets nothing new. One that was removed is not up, and an outage
+    that ends does not bring it back.
     """
 
     def __init__(self, num_instances: int, possible: npt.NDArray[np.bool_] | None) -> None:
@@ -21,6 +22,7 @@ class AvailableInstances:
         """
         self.possible = possible
         self.leaving: set[int] = set()
+        self.removed: set[int] = set()
         self._up_since = dict.fromkeys(range(num_instances), 0.0)
         self._up_s = 0.0  # of instances that are down again
         self._rows: npt.NDArray[np.intp] | None = None  # those that may get requests; None where all may
@@ -43,7 +45,7 @@ class AvailableInstances:
     def went_down(self, fleet: EngineArrays, index: int, time_s: float) -> None:
         """Note that an instance is no longer up."""
         fleet.instances[index].up = 0
-        self._up_s += time_s - self._up_since.pop(index)
+        self._up_s += time_s - self._up_since.pop(index, time_s)  # it may be down already
         self.update(fleet)
 
     def update(self, fleet: EngineArrays) -> None:

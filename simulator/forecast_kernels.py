@@ -3,6 +3,7 @@
 A forecast runs a copy of the engine until the request has finished. Until an engine reaches the tail of its waiting
 queue, its steps do not depend on requests that join at the tail. If the engine is deterministic, the state at that
 point (the lookahead) is therefore kept from one forecast to the next, and requests that joined since are added to it.
+Where requests have deadlines, forecasts with delays do without: a lookahead's least slack is that of past tokens, too.
 """
 
 from __future__ import annotations
@@ -182,6 +183,8 @@ def forecast(
         without_it = layer(workspace, source, WITHOUT)
         if with_delays:
             copy_for_forecast(fleet, workspace, index, before, now_s)
+            if before.engine[0].least_slack_s < FOREVER:  # may be that of a token of a lookahead before now
+                copy_as_known(fleet, index, source, before, now_s)
             if until == TO_THE_END:
                 copy_into(without_it, before)
                 loop.run(without_it, FOREVER, any_number, unwatched)

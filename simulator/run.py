@@ -21,8 +21,8 @@ from scheduler.placement import PlacementRequest
 from scheduler.prefix.prompt import NO_BLOCKS, PromptBlocks
 from simulator.advance import advance, refresh_directly
 from simulator.available_instances import AvailableInstances
-from simulator.conditions import SENT_INDEX, Conditions
-from simulator.events import CALL, OUT, REPORT, SAMPLE, TICK, WAKE, EventQueue
+from simulator.conditions import SENT_INDEX, Conditions, Outage
+from simulator.events import BACK, CALL, OUT, REPORT, SAMPLE, TICK, WAKE, EventQueue
 from simulator.fleet import InstanceSpec, restart, with_more_slots
 from simulator.fleet_arrays import EngineArrays, Requests
 from simulator.indicator_kernels import INDICATORS, count_hits_directly
@@ -106,7 +106,7 @@ class Simulation:
         self.columns = tuple(np.asarray(self.decisions[name]) for name in names)
 
     def run(self, progress: Callable[[int], bool | None] | None = None) -> RunResult:
-        """Serve all requests until they have ended, or those that have arrived when `progress` returns True."""
+        """Serve all requests until they have ended; if `progress` returns True at an arrival, the run ends there."""
         arrival_s = self.work.arrival_s.tolist()
         for number, now_s in enumerate(arrival_s):
             while self.events.next_s <= now_s:
@@ -182,10 +182,13 @@ class Simulation:
         if time_s < self.work.arrival_s[-1]:
             self.events.schedule(time_s + max(period_s, 1e-3), TICK, which)
 
-    def _out(self, time_s: float, index: int) -> None:
+    def _out(self, time_s: float, outage: Outage) -> None:
         self.refresh(time_s)
+        index = outage.instance
         if not self.fleet.instances[index].up:
             return
+        if outage.until_s < math.inf:
+            self.events.schedule(outage.until_s, BACK, index)
         collect_finished(self.fleet, self.requests, index)
         self.available.went_down(self.fleet, index, time_s)
         numbers, rows = self.fleet.slots.number[index], self.fleet.stack.requests[index]
@@ -207,6 +210,8 @@ class Simulation:
             self._decide(number, time_s)
 
     def _back(self, time_s: float, index: int) -> None:
+        if index in self.available.removed:
+            return
         self.refresh(time_s)
         self.available.came_up(self.fleet, index, time_s)
         self.fleet.stack.engine[index, 0].now_s = time_s

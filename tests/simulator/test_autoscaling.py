@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,9 @@ import pytest
 
 from scheduler.provisioning.limits import ScalingLimits, ScalingObjectives
 from simulator.autoscaling import STATIC, AutoscalingOptions, ProvisionedRun, simulate_provisioned
+from simulator.conditions import Conditions, Outage
 from simulator.metrics import latencies
+from simulator.result import LOST, STATUSES
 from simulator.workload import Workload, by_schedule, poisson_gaps, workload
 from tests.simulator.small_clusters import A30, lengths, specs
 
@@ -23,13 +26,13 @@ def burst(num: int = 3000, seed: int = 0) -> Workload:
     return workload(lengths(num, seed), by_schedule(gaps, [(0.0, 2.0), (60.0, 12.0), (180.0, 2.0)]))
 
 
-def run(rule: str, work: Workload, **changes: Any) -> ProvisionedRun:
+def run(rule: str, work: Workload, conditions: Conditions | None = None, **changes: Any) -> ProvisionedRun:
     """Serve a workload with up to six small instances."""
     limits = ScalingLimits(max_instances=6, cooldown_s=5.0, calm_s=30.0, shrink=rule == "headroom")
     options = replace(
         AutoscalingOptions(rule=rule, first=1, cold_start_s=10.0, objectives=OBJECTIVES, limits=limits), **changes
     )
-    return simulate_provisioned(specs(6, A30), work, "block", options)
+    return simulate_provisioned(specs(6, A30), work, "block", options, conditions)
 
 
 def test_no_request_is_lost_while_a_cluster_grows_and_shrinks() -> None:
@@ -43,6 +46,23 @@ def test_no_request_is_lost_while_a_cluster_grows_and_shrinks() -> None:
     assert all(change.why for change in done.changes)
     assert done.result.end_s < done.instance_s < 6 * done.result.end_s
     assert done.result.up_s <= done.instance_s + 1e-6  # cold starts are paid for, too
+
+
+def test_instances_fail_while_they_drain_or_are_not_started() -> None:
+    """An outage neither starts an instance nor keeps one from being removed; all requests finish."""
+    calm = run("headroom", burst())
+    drained_s = next(after.time_s for before, after in pairwise(calm.changes) if after.num_present < before.num_present)
+    outages = tuple(
+        Outage(instance=index, from_s=from_s + 0.1 * index, until_s=from_s + 20.0)
+        for from_s in (5.0, drained_s + 0.05)
+        for index in range(1, 6)
+    )
+    done = run("headroom", burst(), conditions=Conditions(outages=outages))
+    lost = done.result.decisions.status == STATUSES.index(LOST)
+    assert (np.isnan(latencies(done.result).e2e_s) == lost).all()
+    assert done.changes[-1].num_present < max(change.num_present for change in done.changes)
+    instance, arrival_s = np.asarray(done.result.decisions.instance), done.result.work.arrival_s
+    assert (instance[arrival_s < done.changes[0].time_s + 10.0] == 0).all()  # at 25 s, none has come up by itself
 
 
 def test_instances_serve_only_after_their_cold_start() -> None:
