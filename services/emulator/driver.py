@@ -171,7 +171,8 @@ class Driver:
             )
         except ValueError as error:
             raise bad_value(str(error)) from None
-        self._arrays.bind()
+        finally:
+            self._arrays.bind()  # those of the engine may have grown, also for a request that it refuses
         self._delivery.start(slot)
         job = self._jobs.by_slot[slot] = Job(
             request=request,
@@ -316,7 +317,11 @@ class Driver:
 
     def arrive_by(self, time_s: float) -> None:
         """Have requests that came while the process was stopped arrive at this time at the latest."""
-        self._arrays.arrive_by(time_s)
+        for slot in self._arrays.arrive_by(time_s):
+            if (job := self._jobs.by_slot[slot]).arrived_s > time_s:
+                job.arrived_s = time_s
+                if self._exporter is not None:
+                    self._exporter.put_facts(job)
 
     def _advance(self, now_s: float) -> None:
         """Run the engine one step at a time: each has its own pace and is recorded."""

@@ -64,6 +64,11 @@ class EngineStateExporter:
         num_slots = len(self._engine.state.requests)
         if self._writer is not None and self._writer.num_slots < num_slots:
             self._guarded(partial(self._grow, self._writer, num_slots))
+        self.put_facts(job)
+        self._hashes[job.slot] = np.array(hashes, np.uint64)
+
+    def put_facts(self, job: Job) -> None:
+        """Write the facts of a request that has not been scheduled yet."""
         if self._writer is None:
             return
         parsed = job.request
@@ -88,7 +93,6 @@ class EngineStateExporter:
             session_id=request.session_id,
             adapter=request.adapter,
         )
-        self._hashes[job.slot] = np.array(hashes, np.uint64)
 
     def started(self, num_prompt_tokens: int, num_hit_tokens: int) -> None:
         """Count requests that got their first token, for the hit rate of the prefix cache."""

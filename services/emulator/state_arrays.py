@@ -52,13 +52,15 @@ class StateArrays:
             return math.inf
         return float(self.rows["arrival_s"][self._pending[self.head["pending_head"][0]]])
 
-    def arrive_by(self, time_s: float) -> None:
-        """Have all requests that the engine's clock has not reached arrive at this time at the latest."""
+    def arrive_by(self, time_s: float) -> list[int]:
+        """Have all requests arrive at this time at the latest; return the slots of those that arrive earlier now."""
         first, count = int(self.head["pending_head"][0]), int(self.head["num_pending"][0])
         if not count:
-            return
+            return []
         slots = self._pending[(first + np.arange(count)) % len(self._pending)]
-        self.rows["arrival_s"][slots] = np.minimum(self.rows["arrival_s"][slots], time_s)
+        later: list[int] = slots[self.rows["arrival_s"][slots] > time_s].tolist()
+        self.rows["arrival_s"][later] = time_s
+        return later
 
     @property
     def adapter_loads(self) -> tuple[int, int]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
 from predictor.config import EngineConfig
@@ -21,8 +22,9 @@ from predictor.request import RequestFacts, Slo
 from predictor.snapshot import LiveRequest, Snapshot
 from predictor.snapshot_of_engine import snapshot_of
 from services.emulator.answers import seeded_draw
+from services.emulator.ranks import RankDrivers
 from services.emulator.tokens import token_ids
-from services.engine_state.identity import client_id
+from services.engine_state.identity import client_id, rank_file
 from services.engine_state.reader import Reader
 from services.engine_state.snapshot import snapshot_from_view
 from services.engine_state.view import UnreadableError
@@ -397,20 +399,54 @@ def test_answers_depend_on_the_prompt_alone(tmp_path: Path, engine: Emulated) ->
     assert seeded_draw(token_ids("a"), 1) != seeded_draw(token_ids("a"), 2) != seeded_draw(token_ids("b"), 2)
 
 
-def test_a_request_that_arrives_after_a_long_stop_is_served(tmp_path: Path) -> None:
-    """The clock is set back to the end of the step under way, which is before the arrival."""
+@pytest.mark.parametrize("ranks", [{}, {"data_parallel_size": 2, "data_parallel_lockstep": True}], ids=["one", "ranks"])
+def test_a_request_that_arrives_after_a_long_stop_is_served(tmp_path: Path, ranks: dict[str, Any]) -> None:
+    """The clock is set back to the end of the step under way; the request arrives then, for metrics and state file."""
     config = replace(CONFIG, async_scheduling=False)
-    with emulated(tmp_path, config, speed=20.0) as engine, ThreadPoolExecutor() as clients:
+    with emulated(tmp_path, config, speed=20.0, **ranks) as engine, ThreadPoolExecutor() as clients:
+        reader = Reader(
+            rank_file(str(engine.state_file), 0) if ranks else str(engine.state_file), patience_s=PATIENCE_S
+        )
+        driver = engine.app.driver.drivers[0] if isinstance(engine.app.driver, RankDrivers) else engine.driver
+        headers = {"x-data-parallel-rank": "0"}
 
         def ask(prompt: str) -> httpx.Response:
-            return engine.client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 1}, timeout=PATIENCE_S)
+            body = {"prompt": prompt, "max_tokens": 1}
+            return engine.client.post("/v1/completions", json=body, headers=headers, timeout=PATIENCE_S)
 
         engine.set_faults(slow=2000)
         ask("before")  # the pace of a step is drawn in advance
         first = clients.submit(ask, "first")
-        engine.until(lambda: engine.driver.gauges().num_running == 1)
+        engine.until(lambda: driver.gauges().num_running == 1)
         engine.set_faults()
-        engine.driver.clock.origin_s -= 1000.0  # of wall clock, for which the process was stopped
-        second = clients.submit(ask, "second")
-        assert first.result().status_code == second.result().status_code == 200
-        assert engine.driver.clock.now_s() < 1000.0 * engine.driver.clock.speed
+        driver.clock.origin_s -= 1000.0  # of wall clock, for which the process was stopped
+        with engine.client.stream("POST", "/v1/completions", json=LONG, headers=headers) as second:
+            chunks = second.iter_lines()
+            next(chunks)
+            view = reader.read()
+            assert view.requests[view.slots]["arrival_s"].max() <= driver.clock.now_s() < 1000 * driver.clock.speed
+            assert first.result().status_code == second.status_code == 200
+            assert list(chunks)[-2] == "data: [DONE]"
+        engine.until(lambda: driver.num_jobs == 0)
+        for name in ("time_to_first_token", "e2e_request_latency", "request_queue_time"):
+            assert engine.metric(f"vllm:{name}_seconds_count") == 3
+            assert 0 <= engine.metric(f"vllm:{name}_seconds_sum") < 1000
+        outcomes = reader.new_outcomes()
+        assert len(outcomes) == 3
+        times = [outcomes[name] for name in ("arrival_s", "scheduled_s", "first_token_s", "finished_s")]
+        assert np.all(np.diff(times, axis=0) >= 0)
+
+
+def test_a_refused_request_leaves_others_alone(tmp_path: Path) -> None:
+    """The engine's arrays grow for the contents of a prompt before the engine refuses it."""
+    with emulated(tmp_path, replace(CONFIG, num_gpu_blocks=20), speed=20.0) as engine:
+        with lines(engine.client, LONG | {"prompt": "short", "max_tokens": 200}) as response:
+            stream = response.iter_lines()
+            next(stream)
+            refused = engine.client.post("/v1/completions", json={"prompt": [5] * 900, "max_tokens": 100})
+            assert refused.status_code == 400
+            assert "need 63 KV blocks" in refused.json()["error"]["message"]
+            num_tokens = sum(line.startswith("data: {") for line in stream)
+        assert num_tokens >= 199
+        engine.until(engine.is_idle)
+        assert engine.complete(max_tokens=2)["usage"]["completion_tokens"] == 2
