@@ -175,22 +175,19 @@ class Experiment:
         for one in variants:
             if one.split_of and one.split_of not in names:
                 raise ValueError(f"{one.name!r} takes over the split of {one.split_of!r}: choose that, too")
-
-        def baseline(given: str) -> str:
-            return given if not given or given in names else names[0]
-
-        settings = [
-            replace(setting, baseline=baseline(setting.baseline))
-            for setting in self.settings
-            if not setting.variants or set(names) & set(setting.variants)
-        ]
+        settings = []
+        for setting in self.settings:
+            chosen = [name for name in names if not setting.variants or name in setting.variants]
+            if chosen:
+                baseline = self.baseline_of(setting)
+                settings.append(replace(setting, baseline=baseline if baseline in chosen else chosen[0]))
         if not settings:
             raise ValueError(f"{', '.join(names)}: in none of the chosen settings")
         return replace(
             self,
             variants=variants,
             settings=tuple(settings),
-            baseline=baseline(self.baseline),
+            baseline=self.baseline if self.baseline in names else names[0],
             rivals=tuple(name for name in self.rivals if name in names),
             claims=() if len(names) < len(self.variants) else self.claims,
         )

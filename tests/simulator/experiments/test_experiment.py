@@ -148,6 +148,19 @@ def test_a_variant_alone(file: Path, tmp_path: Path) -> None:
     assert "| jsq |" not in (tmp_path / "out" / "report.md").read_text()
 
 
+def test_gains_are_relative_to_a_variant_of_the_setting() -> None:
+    """Where the baseline is left out, the first chosen variant of each setting takes its place."""
+    chosen = experiment_named("tagger-worth").with_variants(["history*"])
+    assert {one.name: chosen.baseline_of(one) for one in chosen.settings} == {
+        "chat": "history",
+        "code": "history, code",
+    }
+    for setting in chosen.settings:
+        assert chosen.baseline_of(setting) in [variant.name for variant, _ in chosen.cases(setting)]
+    kept = experiment_named("tagger-worth").with_variants(["history*", "unknown"])
+    assert {kept.baseline_of(one) for one in kept.settings} == {"unknown"}
+
+
 @pytest.mark.parametrize("option", ["--variant", "--only"])
 @pytest.mark.parametrize("given", ["bloc", "x*"])
 def test_an_unknown_choice_is_refused(file: Path, option: str, given: str) -> None:
