@@ -95,7 +95,7 @@ class Comparison:
 
     def take_columns(self, candidates: Candidates, columns: Mapping[str, Column]) -> None:
         """Compare candidates by the columns of their forecasts."""
-        candidates.add(columns)
+        _add_forecasts(candidates, columns)
         self.compared = candidates
         self.score()
 
@@ -126,11 +126,7 @@ class Comparison:
             compared = self.compared = replace(
                 compared, columns={name: column for name, column in compared.columns.items() if name in LASTING}
             )
-        estimated = compared.columns.get(HITS)
-        columns = forecast_columns(self.corrected(), policy.forecast_columns)
-        if estimated is not None and HITS in columns:  # an engine whose cache is not known leaves the estimate
-            columns[HITS] = np.where(np.isnan(columns[HITS]), estimated, columns[HITS])
-        compared.add(columns)
+        _add_forecasts(compared, forecast_columns(self.corrected(), policy.forecast_columns))
         self.complete(compared)
         self.score()
 
@@ -347,3 +343,11 @@ class Comparison:
 def rows_of(candidates: Candidates) -> Rows:
     """Return the rows of candidates among all instances."""
     return np.arange(len(candidates)) if candidates.rows is None else candidates.rows
+
+
+def _add_forecasts(candidates: Candidates, columns: Mapping[str, Column]) -> None:
+    """Add the columns of forecasts; where these do not know what an engine has cached, the estimate remains."""
+    estimated = candidates.columns.get(HITS)
+    candidates.add(columns)
+    if estimated is not None and HITS in columns:
+        candidates.columns[HITS] = np.where(np.isnan(columns[HITS]), estimated, columns[HITS])

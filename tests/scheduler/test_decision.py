@@ -802,6 +802,15 @@ def test_unknown_hits_of_a_forecast_leave_the_estimate_of_the_scheduler() -> Non
     assert chosen(None) == chosen(None, conflicts=True) == "b"
     assert chosen(0) == "a"
 
+    def chosen_by_columns(hit_tokens: float) -> str:
+        decision, asked = begin()
+        assert isinstance(asked, Ask)
+        columns = {"predicted_e2e_s": np.ones(2), "prefix_hit_tokens": np.full(2, hit_tokens)}
+        return reserve_at(decision.answers_in_columns((columns,), 0.0))
+
+    assert chosen_by_columns(math.nan) == "b"
+    assert chosen_by_columns(0.0) == "a"
+
 
 def test_policies_keep_their_state_and_are_bounded_in_number() -> None:
     """Requests may name any; the one in use is never dropped."""
