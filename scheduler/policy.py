@@ -38,8 +38,8 @@ VERDICTS = {
     "predicted_attained", "others_missed", "predicted_preemptions", "others_preempted", "predicted_queue_s"
 }  # fmt: skip
 LEAST_SLACK = "least_slack_s"  # which patient requests compare with the policy's `min_slack_s`
-# What keeping a session on its instance may cost, and the promises that it may not break.
-SESSION_COST, PROMISES = "predicted_e2e_s", ("predicted_attained", "others_missed")
+# What keeping a session on its instance may cost, and forecasts about deadlines, which it may not make worse.
+SESSION_COST, OF_DEADLINES = "predicted_e2e_s", ("predicted_attained", "others_missed")
 SESSION_COST_OF_INDICATORS = "queued_prefill_s"  # where a policy reads no forecasts
 
 
@@ -171,7 +171,7 @@ class Policy:
         return both
 
     def with_session_first(self, candidates: Candidates, order: Rows, admits: npt.NDArray[np.bool_] | None) -> Rows:
-        """Put the instance of the request's session first where that costs little and breaks no promise.
+        """Put the instance of the request's session first where that costs little and no request a deadline.
 
         The best instance of the ranking keeps its place unless the other admits the request as well, is as likely to
         attain its deadlines, makes no more of the others miss theirs, and is slower by the affinity at most.
@@ -188,7 +188,7 @@ class Policy:
         if not cost[other] <= cost[best] + self._session_affinity_s:
             return order
         if self.needs_forecast:
-            attained, missed = (candidates[name] for name in PROMISES)
+            attained, missed = (candidates[name] for name in OF_DEADLINES)
             if attained[other] < attained[best] or missed[other] > missed[best]:
                 return order
         return np.concatenate(([other], order[order != other]))
@@ -359,7 +359,7 @@ def _needs_of(*parts: Expression | Policy | None) -> Iterable[str]:
 
 def _needs_of_sessions(needs: Iterable[str]) -> tuple[str, ...]:
     """Return what session affinity reads beside what the policy does."""
-    costs = (SESSION_COST, *PROMISES) if _needs_forecast(needs) else (SESSION_COST_OF_INDICATORS,)
+    costs = (SESSION_COST, *OF_DEADLINES) if _needs_forecast(needs) else (SESSION_COST_OF_INDICATORS,)
     return (SESSION_HERE, *costs)
 
 

@@ -33,7 +33,6 @@ import argparse
 import asyncio
 import json
 import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -76,6 +75,7 @@ from scripts.cpu_engines import (
 )
 from scripts.engine_windows import errors_by_part, keep, observing, row
 from scripts.forecast_errors import forecast_errors, forecast_requests, predicted_and_actual
+from scripts.report import machine
 from services.cluster.child import Child
 from services.http.origin import Origin, origin_of
 from services.load.request_format import RequestFormat
@@ -293,11 +293,6 @@ def processor_times(children: Sequence[Child], instances: Sequence[VllmInstance]
     busy = Path("/proc/stat").read_text(encoding="ascii").splitlines()[0].split()[1:]
     used["others"] = (sum(map(int, busy)) - int(busy[3]) - int(busy[4])) / TICKS_PER_S - sum(used.values())
     return used
-
-
-def machine() -> dict[str, Any]:
-    """Describe this machine."""
-    return {"cpus": os.cpu_count(), "python": platform.python_version(), "machine": platform.machine()}
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ import argparse
 import asyncio
 import json
 import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -36,6 +35,7 @@ from predictor.forecast import Forecaster
 from predictor.profile import load_profile
 from predictor.request import RequestFacts
 from predictor.snapshot import LiveRequest, Snapshot
+from scripts.report import machine
 from services.cluster import Cluster, ClusterSettings, running
 from services.decision_recordings import decisions_in
 from services.engine_state.identity import client_id
@@ -269,11 +269,6 @@ def processor_times(cluster: Cluster) -> dict[str, float]:
     busy = Path("/proc/stat").read_text(encoding="ascii").splitlines()[0].split()[1:]
     used["machine"] = (sum(map(int, busy)) - int(busy[3]) - int(busy[4])) / TICKS_PER_S
     return used
-
-
-def machine() -> dict[str, Any]:
-    """Describe this machine."""
-    return {"cpus": os.cpu_count(), "python": platform.python_version(), "machine": platform.machine()}
 
 
 if __name__ == "__main__":

@@ -38,11 +38,11 @@ from scripts.bench_requests import MODEL, PLACE, text_of
 from scripts.load_client import quantile
 from scripts.processes import Running, block_serving, instance_flags, sidecars_running
 from scripts.report import report
+from tests.services.endpoint_picker.running import ENDPOINT, header_map
 
 STAY_S = 2.0  # from an answer to the end of the response
 IDLE_S = 5.0
 WARM_UP = 20
-ENDPOINT = "x-gateway-destination-endpoint"
 BLIND = "round_robin"
 RESPONSE = (
     b'{"choices": [{"text": "Hi", "finish_reason": "stop"}], "usage": {"prompt_tokens": 7, "completion_tokens": 3}}'
@@ -169,13 +169,6 @@ async def read(
     if not isinstance(message, wire.ProcessingResponse) or message.HasField("immediate_response"):
         raise RuntimeError(f"a picker refuses a request: {message}")
     return message
-
-
-def header_map(headers: dict[str, str]) -> wire.HeaderMap:
-    """Write headers as Envoy does."""
-    return wire.HeaderMap(
-        headers=[wire.HeaderValue(key=name, raw_value=value.encode()) for name, value in headers.items()]
-    )
 
 
 if __name__ == "__main__":

@@ -32,7 +32,6 @@ DEADLINE_CASES = ((24, 0), (48, 20))
 REPLAY_RATE = 2.9  # requests per second, a tenth more than the engine serves
 HYBRID_VARIANTS = ("vllm_v1", "bros recompute", "bros swap", "bros two-ended")
 SLOS = (Slo(ttft_s=1.0, tpot_s=0.1), Slo(ttft_s=3.0, tpot_s=0.1))
-BLOCK_PUBLISHED_MS = {(4, 0): 6.6, (24, 0): 14, (46, 0): 24, (48, 10): 31, (48, 50): 67, (48, 100): 112}
 
 
 def main() -> None:

@@ -187,10 +187,6 @@ class NoMirror:
 
     reads_tokens = True
 
-    def new_name(self, request_id: str) -> str:
-        """Return the request's id."""
-        return request_id
-
     def record(self, event: MirrorEvent) -> None:
         """Take an event."""
 

@@ -67,10 +67,6 @@ NOT_DECLARED = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCo
 GOES_ON = ("Watch", "WatchDrains", "Tail", "History", "Report", "Generate")
 
 
-class Aborted(Exception):  # noqa: N818 - as gRPC's own
-    """The end of a call with a status."""
-
-
 @dataclass(kw_only=True)
 class Context:
     """A call's context, without a connection."""

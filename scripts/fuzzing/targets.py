@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from random import Random
@@ -32,7 +32,6 @@ class FuzzTarget(Protocol):
 
 Opened = AbstractAsyncContextManager[FuzzTarget]
 Open = Callable[[Path], Opened]  # with a folder for files
-OpenTarget = Callable[[Path], AsyncIterator[FuzzTarget]]
 
 
 def seeds_of(name: str) -> list[bytes]:

@@ -47,7 +47,6 @@ class TrafficObservation:
         self._begin_s = now_s()
         self._clock_rate = clock_rate
         self._requests: dict[str, _Request] = {}
-        self._num_names = 0
         self.num_ended = 0
 
     @property
@@ -56,11 +55,6 @@ class TrafficObservation:
         return len(self._requests) >= MAX_REQUESTS
 
     reads_tokens = False  # of prompts
-
-    def new_name(self, request_id: str) -> str:
-        """Return a unique name for a request in events."""
-        self._num_names += 1
-        return f"{request_id}-{self._num_names:08x}"
 
     def record(self, event: MirrorEvent) -> None:
         """Take an event that happens now."""

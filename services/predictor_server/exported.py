@@ -37,7 +37,7 @@ from services.engine_state.view import BUSY, CORRUPT, MISSING, UnreadableError, 
 from services.logs import log_event
 from services.predictor_server.engine_source import DownError
 from services.predictor_server.followed_engine import FollowedEngine
-from services.predictor_server.pass_records import LockstepSteps
+from services.predictor_server.pass_records import RankSteps
 from services.predictor_server.step_corrections import StepCorrections
 from services.predictor_server.transfer_corrections import TransferCorrections
 
@@ -60,11 +60,11 @@ class ExportedEngine:
         self._residual = residual
         self._followed: FollowedEngine | None = None
         self._view: EngineView | None = None
-        self.lockstep = LockstepSteps()
+        self.rank_steps = RankSteps()
         self._life = 0
         self._serial = 0  # of views
         self._transit = NO_TRANSIT
-        self._steps = StepCorrections(self._reader, self.lockstep, forget_s)
+        self._steps = StepCorrections(self._reader, self.rank_steps, forget_s)
         self._transfers = TransferCorrections()
         self._counters = EngineCounters()
         self._drafts = AcceptanceLearner(NO_DRAFTS)
@@ -206,7 +206,7 @@ class ExportedEngine:
                 )  # fmt: skip
             self._life = view.life
             self._num_outcomes = 0
-            self.lockstep.restart()
+            self.rank_steps.restart()
             self._steps.restart(self._profile, config)
             self._transfers.restart()
             self._counters = EngineCounters()
@@ -219,12 +219,12 @@ class ExportedEngine:
             track_blocks=view.contents is not None,
         )
         self._reserved.move_to(replica.engine)
-        self.lockstep.rank = _rank_of(view)
+        self.rank_steps.rank = _rank_of(view)
         return FollowedEngine.with_replica(view, replica, self._forecaster_for(replica.engine))
 
     def _forecaster_for(self, engine: Engine) -> Forecaster:
         """Make a forecaster; that of a rank in lockstep heeds the other ranks."""
-        if self.lockstep.is_in_lockstep and is_compiled(engine.batcher):
+        if self.rank_steps.is_in_lockstep and is_compiled(engine.batcher):
             return LockstepForecaster(engine)
         return Forecaster(engine)
 
@@ -278,7 +278,7 @@ class ExportedEngine:
         """Return what all forecasts of an engine approximate."""
         settings = map(not_modelled, not_modelled_by(followed.view))
         named = (*_approximations_of_model(followed.replica.engine), *settings)
-        return named if self.lockstep.knows_all_ranks else (*named, UNKNOWN_RANKS)
+        return named if self.rank_steps.knows_all_ranks else (*named, UNKNOWN_RANKS)
 
     def _learn_acceptance(self, followed: FollowedEngine) -> None:
         """Learn how many draft tokens the engine proposes and accepts."""

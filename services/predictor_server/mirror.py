@@ -99,7 +99,6 @@ class MirroredEngine:
         self._profile = profile.name
         self.kv_events = kv_events
         self._mirror = EngineMirror(options, self.lengths, time.monotonic(), kv_events)
-        self._num_names = 0
         self._shown: list[str] = []
         self._ended: list[EndedRequest] = []
 
@@ -112,11 +111,6 @@ class MirroredEngine:
     def reads_tokens(self) -> bool:
         """Whether the tokens of prompts are of use."""
         return self.kv_events is not None
-
-    def new_name(self, request_id: str) -> str:
-        """Return a unique name for a request in events."""
-        self._num_names += 1
-        return f"{request_id}-{self._num_names:08x}"
 
     def record(self, event: MirrorEvent) -> None:
         """Take an event that happens now."""

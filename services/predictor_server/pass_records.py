@@ -54,8 +54,8 @@ def slowest_of(step: RecordedStep, others: Iterable[PassRecords]) -> RecordedSte
     return max([step, *(one for one in found if one is not None)], key=lambda one: one.predicted_s)
 
 
-class LockstepSteps:
-    """The steps of one engine among those of the other ranks that step together with it, if it is such a rank."""
+class RankSteps:
+    """Which data-parallel rank an engine is, if any, and its steps among those of the ranks in lockstep with it."""
 
     def __init__(self) -> None:
         """Know no rank yet."""

@@ -62,6 +62,7 @@ class Proxy(Application):
         self._sizes = PromptSizes(BYTES_PER_TOKEN)
         self._counts_prompts = settings.counts_prompts
         self._num_others = 0
+        self._num_names = 0
         self._counting: set[asyncio.Task[None]] = set()
 
     def close(self) -> None:
@@ -113,12 +114,17 @@ class Proxy(Application):
         if request is not None and observer.prompt_tokens:
             self._sizes.learn(request.body, observer.prompt_tokens)
 
+    def _new_name(self, request_id: str) -> str:
+        """Return a unique name for a request in events."""
+        self._num_names += 1
+        return f"{request_id}-{self._num_names:08x}"
+
     def _report_arrival(self, request: ProxiedRequest, headers: Headers, form: ReplyFormat) -> StreamObserver:
         """Report a request to the mirror, and let the engine count its prompt, if it can."""
         body = request.body
         header = next((value for name, value in headers if name == REQUEST_ID), b"")
         request_id = header.decode("latin-1")[:LONGEST_NAME] or uuid4().hex
-        names = tuple(self._mirror.new_name(request_id) for _ in range(request.num_requests))
+        names = tuple(self._new_name(request_id) for _ in range(request.num_requests))
         total = self._sizes.tokens(body)
         sizes = body.prompt_sizes or (1,) * request.num_prompts
         for index, name in enumerate(names):

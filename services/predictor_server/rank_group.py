@@ -44,7 +44,7 @@ class RankGroup:
         sidecar.ranks = self
         sidecar.source.lengths = self._lengths
         if isinstance(sidecar.source, ExportedEngine):
-            sidecar.source.lockstep.beside = partial(self._passes_beside, sidecar.source)
+            sidecar.source.rank_steps.beside = partial(self._passes_beside, sidecar.source)
 
     def prepare(self, sidecar: Sidecar) -> None:
         """Set the forecaster of a rank in lockstep to the present steps of the others."""
@@ -86,7 +86,7 @@ class RankGroup:
 
     def _others(self, source: ExportedEngine) -> list[ExportedEngine]:
         """Return the engines that are other ranks of the same group."""
-        rank = source.lockstep.rank
+        rank = source.rank_steps.rank
         if rank is None:
             return []
         others = (one.source for one in self._sidecars)
@@ -95,13 +95,13 @@ class RankGroup:
             for one in others
             if isinstance(one, ExportedEngine)
             and one is not source
-            and one.lockstep.rank is not None
-            and one.lockstep.rank.group == rank.group
+            and one.rank_steps.rank is not None
+            and one.rank_steps.rank.group == rank.group
         ]
 
     def _passes_beside(self, source: ExportedEngine) -> list[PassRecords]:
         """Return the recorded steps of the other ranks."""
-        return [one.lockstep.passes for one in self._others(source)]
+        return [one.rank_steps.passes for one in self._others(source)]
 
     def _followed(self, source: ExportedEngine) -> FollowedView | None:
         """Bring the passes of a rank to its last view; None where its state is not known."""

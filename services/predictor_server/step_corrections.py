@@ -14,7 +14,7 @@ from predictor.step_time import region_of
 from services.engine_state.reader import Reader
 from services.engine_state.view import CORRUPT, UnreadableError
 from services.predictor_server.followed_engine import FollowedEngine
-from services.predictor_server.pass_records import LockstepSteps, RecordedStep
+from services.predictor_server.pass_records import RankSteps, RecordedStep
 
 # the properties of a step that its duration depends on
 STEP_SUMS = (
@@ -31,10 +31,10 @@ class StepCorrections:
     A pace that was learned longer than `forget_s` ago is forgotten.
     """
 
-    def __init__(self, reader: Reader, lockstep: LockstepSteps, forget_s: float) -> None:
+    def __init__(self, reader: Reader, rank_steps: RankSteps, forget_s: float) -> None:
         """Know nothing of the engine yet."""
         self._reader = reader
-        self._lockstep = lockstep
+        self._rank_steps = rank_steps
         self._forget_s = forget_s
         self._check: StepCheck | None = None  # of a configured profile; one that the engine names needs none
         self._correction = RegionCorrection()
@@ -61,7 +61,7 @@ class StepCorrections:
             self._num_steps = num_steps
             self._corrected_s = time.monotonic()
             steps = self._recorded_steps(followed.replica)
-            for step in self._lockstep.slowest(steps):
+            for step in self._rank_steps.slowest(steps):
                 self._correction = self._correction.observe(
                     step.region, predicted_s=step.predicted_s, real_s=step.real_s
                 )

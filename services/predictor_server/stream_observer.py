@@ -169,9 +169,6 @@ class ChoiceCounts:
 class EventSink(Protocol):
     """Receives the events of a mirrored engine."""
 
-    def new_name(self, request_id: str) -> str:
-        """Return a unique name for a request in events."""
-
     def record(self, event: MirrorEvent) -> None:
         """Take an event that happens now."""
 

@@ -103,7 +103,7 @@ def test_the_pace_is_that_of_the_slowest_rank(tmp_path: Path) -> None:
                     quick.add_step((number, start_s, long_s, 1, 1, 1, 0, 10, 10, 0.0, 0.0))
                     for writer in (slow, quick):
                         writer.publish()
-                    await until(lambda: all(len(one.source.lockstep.passes) > number for one in node.sidecars))  # type: ignore[attr-defined]  # noqa: B023
+                    await until(lambda: all(len(one.source.rank_steps.passes) > number for one in node.sidecars))  # type: ignore[attr-defined]  # noqa: B023
                 paces = [one.source.current().counters["pace"] for one in node.sidecars]  # type: ignore[attr-defined]
                 assert paces == pytest.approx([1.2, 1.2], rel=0.05)
         finally:

@@ -31,10 +31,6 @@ class Sink:
         """Start without any."""
         self.events: list[MirrorEvent] = []
 
-    def new_name(self, request_id: str) -> str:
-        """Return a name."""
-        return request_id
-
     def record(self, event: MirrorEvent) -> None:
         """Take an event."""
         self.events.append(event)
