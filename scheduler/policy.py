@@ -314,7 +314,7 @@ def _leg_rules(spec: PolicySpec, entry: PolicyEntry, generator: np.random.Genera
     text = entry.disaggregate.format(**spec.parameters) if spec.disaggregate is None else spec.disaggregate
     text = text or (BY_FORECAST if reads_forecasts else ALWAYS)
     if text == BY_FORECAST and not reads_forecasts:
-        raise ValueError(f"{name}: disaggregate: forecast is for policies that read forecasts")
+        raise ValueError(f"{name}: disaggregate: forecast is for policies whose score reads forecasts")
     is_condition = text not in (BY_FORECAST, ALWAYS, NEVER)
     applies = condition(text, f"{name}: disaggregate") if is_condition else None
     if _needs_forecast(_needs_of(applies)):
@@ -322,10 +322,11 @@ def _leg_rules(spec: PolicySpec, entry: PolicyEntry, generator: np.random.Genera
     orders = (PAIR, DECODE_FIRST) if reads_forecasts else (DECODE_FIRST, PREFILL_FIRST)
     order = spec.order or orders[0]
     if order not in orders:
-        kind = "read" if reads_forecasts else "read no"
-        raise ValueError(f"{name}: order: {order} is not for policies that {kind} forecasts; use {' or '.join(orders)}")
+        kind = "reads" if reads_forecasts else "reads no"
+        use = " or ".join(orders)
+        raise ValueError(f"{name}: order: {order} is not for policies whose score {kind} forecasts; use {use}")
     if reads_forecasts and order == DECODE_FIRST and text != BY_FORECAST:
-        raise ValueError(f'{name}: order: decode-first needs disaggregate = "forecast" where a policy reads forecasts')
+        raise ValueError(f'{name}: order: decode-first needs disaggregate = "forecast" where the score reads forecasts')
     return LegRules(
         prefill=Policy(_prefill_spec(spec, entry), generator, is_part=True),
         disaggregate="" if is_condition else text,

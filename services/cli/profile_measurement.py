@@ -230,7 +230,7 @@ def timed_kernels(
     """Time a model's kernels with random weights on this machine, and compose a profile; needs torch.
 
     Any GPU that torch supports will do, or the CPU. Only the model's config.json is read; the model must be of the
-    Llama, Mistral, Qwen2 or Qwen3 family.
+    Llama, Mistral, Mixtral, Qwen2, Qwen3, GLM-4.5, gpt-oss, DeepSeek-V2, DeepSeek-V3, Kimi-K2 or GLM-4.7-Flash family.
     """
     untimed = UntimedCosts(
         cpu_s=cpu_overhead_ms / 1e3,

@@ -223,7 +223,7 @@ class ExportedEngine:
         return FollowedEngine.with_replica(view, replica, self._forecaster_for(replica.engine))
 
     def _forecaster_for(self, engine: Engine) -> Forecaster:
-        """Make a forecaster; that of a rank in lockstep heeds the other ranks."""
+        """Make a forecaster; that of a rank in lockstep takes the other ranks into account."""
         if self.rank_steps.is_in_lockstep and is_compiled(engine.batcher):
             return LockstepForecaster(engine)
         return Forecaster(engine)

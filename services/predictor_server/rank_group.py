@@ -26,8 +26,8 @@ FollowedView = tuple[Engine, int]  # an engine model, and the serial number of i
 class RankGroup:
     """Knows which sidecars of a process follow ranks of the same engine.
 
-    A forecast on a rank that steps together with others heeds their steps. A request that another rank shows than the
-    one where it was reserved, as vLLM's own balancing chose that rank, is reserved no longer.
+    A forecast on a rank that steps together with others takes their steps into account. A reservation ends when any
+    rank shows its request: vLLM's own balancing may choose another rank.
     """
 
     def __init__(self) -> None:

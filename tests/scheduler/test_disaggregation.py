@@ -484,11 +484,20 @@ def test_an_unknown_role_is_refused() -> None:
 @pytest.mark.parametrize(
     ("policy", "error"),
     [
-        ("jsq: disaggregate = 'forecast'", "policy: jsq: disaggregate: forecast is for policies that read forecasts"),
+        (
+            "jsq: disaggregate = 'forecast'",
+            "policy: jsq: disaggregate: forecast is for policies whose score reads forecasts",
+        ),
         ("block: disaggregate = 'predicted_e2e_s < 1'", 'reads forecasts; disaggregate = "forecast" compares them'),
         ("block: disaggregate = 'sometimes'", "policy: block: disaggregate: sometimes"),
-        ("block: order = 'prefill-first'", "prefill-first is not for policies that read forecasts; use pair or decode"),
-        ("jsq: order = 'pair'", "pair is not for policies that read no forecasts; use decode-first or prefill-first"),
+        (
+            "block: order = 'prefill-first'",
+            "prefill-first is not for policies whose score reads forecasts; use pair or decode",
+        ),
+        (
+            "jsq: order = 'pair'",
+            "pair is not for policies whose score reads no forecasts; use decode-first or prefill-first",
+        ),
         ("jsq: order = 'both'", "policy: jsq: order: 'both' is none of pair, decode-first, prefill-first"),
         ("block: order = 'decode-first', disaggregate = 'always'", 'decode-first needs disaggregate = "forecast"'),
         ("jsq: prefill = 'bloc'", "policy: jsq: prefill: 'bloc' is none of"),
