@@ -136,7 +136,7 @@ def capacity(
     if first_rate is not None and not 0 < first_rate < 1e6:
         raise ValueError(f"first_rate: must be a number above 0, not {first_rate}")
     if not 0 <= warm_up_s < math.inf:
-        raise ValueError(f"warm_up: must be a time from 0 on, not {warm_up_s}")
+        raise ValueError(f"--warm-up: must be a time from 0 on, not {warm_up_s}")
     if mix_file is not None or shares:
         refuse_given("is for latencies; --mix and --attained are about deadlines", *FOR_LATENCIES)
         with runner_for(workers, ray) as runner:

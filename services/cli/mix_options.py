@@ -57,6 +57,7 @@ def gain_weights(priority_weight: tuple[str, ...], first_token_weight: float) ->
 def refuse_given(why: str, *names: str) -> None:
     """Refuse options that were given although they mean nothing here."""
     context = click.get_current_context()
+    options = {option.name: option.opts[0] for option in context.command.params}
     for name in names:
         if context.get_parameter_source(name) is not ParameterSource.DEFAULT:
-            raise ValueError(f"{name.removesuffix('_file')}: {why}")
+            raise ValueError(f"{options[name]}: {why}")

@@ -21,7 +21,7 @@ def policies(context: click.Context, *, as_json: bool) -> None:
     if context.invoked_subcommand is not None:
         return
     from scheduler.policies import POLICIES
-    from scheduler.policy import rules_of
+    from scheduler.policy import policy_from, rules_of
 
     if as_json:
         listed = [
@@ -29,7 +29,7 @@ def policies(context: click.Context, *, as_json: bool) -> None:
                 "name": name,
                 "formula": entry.formula,
                 "source": entry.source,
-                "reads": list(entry.needs),
+                "reads": list(dict.fromkeys(policy_from(name).needs)),
                 "disaggregate": rules_of(name).described,
                 "parameters": {
                     key: {"default": one.default, "meaning": one.meaning} for key, one in entry.parameters.items()

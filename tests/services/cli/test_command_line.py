@@ -273,6 +273,15 @@ def test_a_missing_field_of_a_snapshot_is_named(field: str) -> None:
     assert f"{field}: is missing" in refusal("forecast", "-", REQUEST, "-p", "constant", stdin=json.dumps(snapshot))
 
 
+def test_policies_list_all_that_they_read() -> None:
+    """Also what their conditions and the rules for legs read, each once."""
+    reads = {one["name"]: one["reads"] for one in answer("policies", "--json")["policies"]}
+    assert reads["jsq"] == ["num_queued", "num_running"]
+    assert reads["hold"] == ["predicted_e2e_s", "predicted_queue_s", "predicted_preemptions"]
+    assert {"decode_step_s", "predicted_attained", "least_slack_s"} <= set(reads["slo"])
+    assert "new_prefill_tokens" in reads["pd_threshold"]
+
+
 def test_profiles_are_listed_and_shown() -> None:
     """Every listed profile can be shown."""
     done = block("profile", "show")
