@@ -93,6 +93,10 @@ class Engine:
         self._free_slots = list(range(len(self.state.requests) - 1, -1, -1))
         self._num_added = 0
 
+    def knows_hits(self, *, is_named: bool) -> bool:
+        """Return whether it is known how much of a prompt is cached, whose blocks are named or not."""
+        return not self.config.enable_prefix_caching or (is_named and self.tracks_blocks)
+
     @property
     def now_s(self) -> float:
         """The end of the last step whose outputs the engine has processed."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import click
@@ -80,6 +80,10 @@ def forecast(
         forecasts = Forecaster(engine).forecast(candidates, state.taken_s, delays=delays)
     except ValueError as error:
         raise ValueError(f"{request_file}: {error}") from None
+    forecasts = [
+        one if engine.knows_hits(is_named=bool(request.prefix_hashes)) else replace(one, prefix_hit_tokens=None)
+        for request, one in zip(candidates, forecasts, strict=True)
+    ]
     if as_json:
         json.dump(plain({"profile": profile.name, "forecasts": [asdict(item) for item in forecasts]}), sys.stdout)
         print()

@@ -313,7 +313,6 @@ def _profile_of(view: View) -> Profile:
 
 def _approximations_of_model(engine: Engine) -> tuple[str, ...]:
     """Return what the engine model approximates: without the contents of its blocks, hits are unknown."""
-    knows_hits = engine.tracks_blocks or not engine.config.enable_prefix_caching
     drafts = approximations_of(engine.config.speculative_method, engine.expected_drafts)
     config = engine.config
     version = approximations_of_version(
@@ -321,7 +320,7 @@ def _approximations_of_model(engine: Engine) -> tuple[str, ...]:
         speculates=bool(config.speculative_method),
         overlaps_fetches=config.overlaps_fetches,
     )
-    return (*version, *drafts, *(() if knows_hits else (UNKNOWN_PREFIXES,)))
+    return (*version, *drafts, *(() if engine.knows_hits(is_named=True) else (UNKNOWN_PREFIXES,)))
 
 
 def _engine_id(row: np.void) -> str:

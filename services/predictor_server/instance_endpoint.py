@@ -290,13 +290,10 @@ def _naming_approximations(
 
 def _knows_hits(message: common_pb2.Request, view: EngineView) -> bool:
     """Return whether it is known how much of a request's prompt the engine has cached."""
-    config = view.engine.config
-    if not config.enable_prefix_caching:
-        return True  # nothing is
-    is_named = message.prefix_block_tokens == config.block_size and (
+    is_named = message.prefix_block_tokens == view.engine.config.block_size and (
         bool(message.prefix_hashes) or any(prompt.prefix_hashes for prompt in message.prompts)
     )
-    return is_named and view.engine.tracks_blocks and UNKNOWN_PREFIXES not in view.approximations
+    return view.engine.knows_hits(is_named=is_named and UNKNOWN_PREFIXES not in view.approximations)
 
 
 def _longest_prompt(config: EngineConfig) -> int:

@@ -55,6 +55,28 @@ def test_forecast_of_several_requests_equals_each_alone() -> None:
     assert together == alone
 
 
+def test_forecast_knows_hits_only_of_prompts_whose_blocks_are_named(tmp_path: Path) -> None:
+    """As a sidecar, it says nothing of others; an engine without prefix caching has no hits."""
+    request = json.loads(Path(REQUEST).read_text())
+    cached = {"free_block_ids": [*range(2, 64), 0, 1], "contents": {"0": 100, "1": 101}}
+
+    def hits(*, caches: bool, **more: Any) -> int | None:
+        settings = {"block_size": 16, "num_gpu_blocks": 65, "enable_prefix_caching": caches}
+        snapshot: dict[str, Any] = {"version": 2, "taken_s": 0.0, "config": settings, "num_free_blocks": 64}
+        if caches:
+            snapshot["kv_cache"] = cached
+        path = tmp_path / "request.json"
+        path.write_text(json.dumps({**request, **more}))
+        (found,) = answer("forecast", "-", str(path), stdin=json.dumps(snapshot))["forecasts"]
+        hit_tokens: int | None = found["prefix_hit_tokens"]
+        return hit_tokens
+
+    assert hits(caches=False) == 0
+    assert hits(caches=True) is None
+    assert hits(caches=True, prefix_hashes=[100, 101, 102]) == 32
+    assert hits(caches=True, prefix_hashes=[200, 201, 202]) == 0
+
+
 def test_residual_rules_are_selectable_by_name() -> None:
     """The rest of a response is predicted by the rule of the flag."""
     snapshot = json.loads(Path(SNAPSHOT).read_text())
