@@ -101,7 +101,9 @@ def test_adapters_of_an_instance_that_names_no_models_may_be_of_any() -> None:
     """Only the engine's own list says which are of an allowed model."""
 
     async def test() -> None:
-        async with scene(Serves(), models=("tiny",), instance={"models": [], "adapters": ["foreign", "loaded"]}) as here:
+        async with scene(
+            Serves(), models=("tiny",), instance={"models": [], "adapters": ["foreign", "loaded"]}
+        ) as here:
             assert await ids(here) == ["tiny", "loaded"]
             assert await statuses(here, "loaded", "foreign") == [200, 404]
 
