@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from scheduler.decision import Decision
 
 FINISHED = INDEX_OF["num_finished_total"]
-# Maximum wait for an instance where no other request would miss a deadline: of best effort, and of late requests.
+# Maximum wait for an instance where no other request would miss a deadline: of best effort, and of late requests from
+# their own deadline on.
 MAX_PATIENT_S, MAX_LATE_S = 60.0, 10.0
 
 
@@ -65,6 +66,7 @@ class AdmissionWait:
         self._request = request
         self._policy = policy
         self.number = request.number
+        self._due_s = request.indicators.due_s  # also when the deadlines are given up
         self.is_patient = request.objective.is_best_effort
         self._lane = lane_of(request.indicators.tpot_slo_s, patient=self.is_patient)
 
@@ -299,9 +301,11 @@ class AdmissionWait:
         request = self._request
         hold_s = self._policy.hold_s - request.waited_s
         if self._policy.keeps_deadlines:
-            due_s = request.indicators.due_s
-            if self.is_patient:
-                hold_s = MAX_PATIENT_S if self._is_best_effort else MAX_LATE_S
-            elif due_s < math.inf:
-                hold_s = max(hold_s, due_s - request.arrived_s)
+            until_due_s = max(0.0, self._due_s - request.arrived_s)
+            if self._is_best_effort:
+                hold_s = MAX_PATIENT_S
+            elif self.is_patient:
+                hold_s = until_due_s + MAX_LATE_S
+            elif until_due_s < math.inf:
+                hold_s = max(hold_s, until_due_s)
         return request.arrived_s + min(hold_s, request.patience_s)

@@ -10,8 +10,8 @@ looser. Of equals the least loaded one is chosen.
 
 Best effort, and a request that is late already, goes where no other request misses a deadline because of it, and all
 keep `slack` or `late_slack` seconds, so that the next request with deadlines still finds room: first to instances that
-have no deadline to keep, then to the loosest. Late ones go to the busiest of these, so that one instance gives up its
-deadlines rather than all of them some. It waits while others wait that can be in time.
+have no deadline to keep, then to the loosest. Late ones go to the busiest of these, so that deadlines are missed on one
+instance and not on several. It waits while others wait that can be in time.
 
 A request that would wait in an engine for longer than `backlog` seconds waits at the scheduler instead: there it can
 still go to another instance, tenants get their turns, and a request that will be late leaves in time. Best effort
@@ -34,7 +34,7 @@ BACKLOG_S = 0.3
 WITH_SHORT_QUEUE = "predicted_queue_s <= {backlog}"
 PATIENT_WITH_SHORT_QUEUE = "predicted_queue_s <= {backlog} / 3"
 SLACK_S, LATE_SLACK_S = 0.05, 1.0
-LEAVES_SLACK = "least_slack_s >= ({late_slack} if late > 0 else {slack})"
+LEAVES_SLACK = "otherwise(least_slack_s, 1e9) >= ({late_slack} if late > 0 else {slack})"  # as below
 FITS_TIER = "otherwise(tier_fits, 1) > 0"  # also where a sidecar does not say how strict its instance is
 ELIGIBLE = f"({FITS_TIER} or highest(tier_fits) < 1)"
 ADMITS = f"{KEEPS} and {ELIGIBLE}"
@@ -51,7 +51,7 @@ def make(parameters: Mapping[str, float], _: np.random.Generator) -> Score:
         distance = np.where(np.abs(apart) <= np.log(SAME_TIER), 0.0, np.where(apart == np.inf, EMPTY, other))
         distance = distance + LOOSER * candidates["tier_closed"]
         load = candidates["decode_step_s"] + weight * candidates["queued_prefill_s"]
-        if candidates.request.late:
+        if candidates.request.late and affinity:
             load = np.where(distance > EMPTY, -load, load)  # so that few instances give up deadlines
         return affinity * distance + load
 

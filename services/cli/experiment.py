@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import click
@@ -22,6 +22,7 @@ from simulator.experiments.experiment import (
     matching,
 )
 from simulator.experiments.findings import measure
+from simulator.experiments.goodput_comparison import attained_at, attained_table
 from simulator.experiments.report import as_json as findings_json
 from simulator.experiments.report import as_markdown
 
@@ -44,6 +45,14 @@ from simulator.experiments.report import as_markdown
     metavar="VARIANT",
     help="Run this variant of the experiment only, or those that a pattern matches. Repeatable.",
 )
+@click.option(
+    "--rate",
+    "rates",
+    type=float,
+    multiple=True,
+    metavar="REQUESTS/S",
+    help="Show which share of the requests attains its deadlines at this rate, without a search. Repeatable.",
+)
 @click.option("--workers", type=int, default=None, help="Number of processes.  [default: one per core]")
 @click.option(
     "--ray", metavar="[ADDRESS]", is_flag=False, flag_value="local", default=None, help="Run on a Ray cluster."
@@ -56,6 +65,7 @@ def experiment(
     seeds: int | None,
     settings: tuple[str, ...],
     variants: tuple[str, ...],
+    rates: tuple[float, ...],
     workers: int | None,
     ray: str | None,
     as_json: bool,
@@ -86,6 +96,11 @@ def experiment(
         raise ValueError(f"--out: {target} cannot be made: {error.strerror}") from None
     cache = ResultCache(target / "measured.jsonl")
     with runner_for(workers, ray) as runner, bar(1000, wanted.name) as at:
+        if rates:
+            with _named("--rate"):
+                rows = attained_at(wanted, rates, cache.cached(runner), lambda done, of: at(1000 * done // of))
+            print(json.dumps([asdict(row) for row in rows]) if as_json else attained_table(rows))
+            return
         findings = measure(wanted, cache.cached(runner), lambda done, of: at(1000 * done // of))
     write_report(wanted, findings, target)
     if as_json:

@@ -189,7 +189,7 @@ class Gateway(Application):
                 hides_token_ids=hides_token_ids,
                 explain=headers.explain,
             )
-            placing = Placing(shared=context, incoming=incoming, undivided=openai.undivided, kept=kept)
+            placing = Placing(shared=context, incoming=incoming, kept=kept)
             for instance_id in excluded:
                 placing.exclude(instance_id)
             forwarder = RequestForwarder(

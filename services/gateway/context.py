@@ -15,7 +15,7 @@ from services.gateway.release_queue import ReleaseQueue
 from services.gateway.schedulers import SchedulerClient
 from services.gateway.settings import GatewaySettings
 from services.http.client import HttpClient
-from services.http.prompt_tokens import PromptSizes, PromptTokens
+from services.http.prompt_tokens import PromptTokens
 from services.instances.draining_requests import DrainingRequests
 from services.objectives import ObjectiveTable
 from services.retry_budget import RetryBudget
@@ -36,7 +36,6 @@ class GatewayContext:
     budget: RetryBudget  # of retries before the first byte
     migrations: RetryBudget  # of streams that continue on another engine
     requests: DrainingRequests
-    sizes: PromptSizes
     prompts: PromptTokens
     last_resort: Fallback
     failed_lately: OutlierDetection

@@ -124,8 +124,8 @@ class Fallback:
         return next((one for one in left if one.instance_id not in avoided), left[0] if left else None)
 
     def _destinations(self, model: str) -> list[Destination]:
-        """Return those that may serve a model; instances that name no models may serve any."""
-        named = [instance for instance in self.named() if not (model and instance.models) or model in instance.models]
+        """Return those that may serve a model or an adapter; instances that name no models may serve any."""
+        named = [one for one in self.named() if not (model and one.models) or model in (*one.models, *one.adapters)]
         return [*unreserved_destinations(named, LAST_RESORT), *map(_engine_at, self.urls)]
 
 

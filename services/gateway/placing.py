@@ -42,11 +42,15 @@ class Placing:
 
     shared: GatewayContext
     incoming: Incoming
-    undivided: bool = False  # the request is served by one engine
     kept: KeptResponse | None = None  # that the request continues: only its instance can
+    undivided: bool = field(init=False)  # the request is served by one engine
     took_s: float = 0.0  # in total
     _excluded: list[str] = field(default_factory=list)
     _next_best: Sequence[common_pb2.Instance] = ()
+
+    def __post_init__(self) -> None:
+        """Divide the request into two legs only where its body allows that."""
+        self.undivided = self.incoming.openai.undivided
 
     def exclude(self, instance_id: str) -> None:
         """Find other instances from now on."""
@@ -62,14 +66,13 @@ class Placing:
         return await self._place(common_pb2.LEG_DECODE)
 
     async def give_back(self, destination: Destination) -> None:
-        """Release the reservation of a destination that is not used."""
-        if destination.decision is not None:
-            await self.shared.releases.deliver(self._release_of(destination.instance_id))
+        """Release the reservations for a destination that is not used, and wait for the delivery."""
+        for release in self._releases_of(destination.decision):
+            await self.shared.releases.deliver(release)
 
     def give_back_later(self, destination: Destination) -> None:
-        """Release it without waiting."""
-        if destination.decision is not None:
-            self.shared.releases.put(self._release_of(destination.instance_id))
+        """Release the reservations for a destination that is not used, without waiting."""
+        self._give_back(destination.decision)
 
     async def _place(self, leg: common_pb2.Leg.ValueType) -> Destination:
         self.incoming.request.leg = leg
@@ -168,13 +171,16 @@ class Placing:
         )
         elsewhere = bool(self.shared.last_resort)  # otherwise the request waits even for schedulers that do not reply
         response = await self.shared.schedulers.schedule(
-            message, abandoned=self._give_back, insist=not elsewhere, parent=parent
+            message,
+            abandoned=lambda response: self._give_back(response.decision),
+            insist=not elsewhere,
+            parent=parent,
         )
         decision = response.decision
         try:
             destination = destination_of(decision)
         except ValueError as error:
-            self._give_back(response)
+            self._give_back(decision)
             log_event(log, logging.ERROR, "decision names no instance", scheduler=decision.scheduler_id, why=str(error))
             raise NoSchedulerError("the decision names no instance") from None
         self._next_best = decision.next_best
@@ -183,12 +189,16 @@ class Placing:
         self.shared.last_resort.note(decision)
         return replace(destination, decision=None) if is_unplaced else destination
 
-    def _give_back(self, response: scheduler_pb2.ScheduleResponse) -> None:
-        """Release the reservations of a decision that is not used."""
-        decision = response.decision
-        self.shared.releases.put(self._release_of(decision.instance.instance_id))
-        if decision.HasField("prefill"):
-            self.shared.releases.put(self._release_of(decision.prefill.instance.instance_id))
+    def _give_back(self, decision: common_pb2.Decision | None) -> None:
+        for release in self._releases_of(decision):
+            self.shared.releases.put(release)
 
-    def _release_of(self, instance_id: str) -> common_pb2.ReleaseRequest:
-        return common_pb2.ReleaseRequest(request_id=self.incoming.request.request_id, instance_id=instance_id)
+    def _releases_of(self, decision: common_pb2.Decision | None) -> list[common_pb2.ReleaseRequest]:
+        """Return what ends the reservations of a decision, one for each leg; none without a decision."""
+        if decision is None:
+            return []
+        instances = [decision.instance]
+        if decision.HasField("prefill"):
+            instances.append(decision.prefill.instance)
+        request_id = self.incoming.request.request_id
+        return [common_pb2.ReleaseRequest(request_id=request_id, instance_id=one.instance_id) for one in instances]

@@ -293,7 +293,7 @@ class RequestForwarder:
                 self.placing.undivided = True
             if status == SERVER_ERROR:
                 raise EngineFailedError("fetch", attempt)
-            raise EngineFailedError("fetch", ApiError(502, "the engine could not fetch the prompt's KV blocks"))
+            raise EngineFailedError("fetch", ApiError(BAD_GATEWAY, "the engine could not fetch the prompt's KV blocks"))
         if status in RETRIED:
             if status in NOT_SERVING:
                 self.context.failed_lately.failed(instance_id)
@@ -349,7 +349,7 @@ class RequestForwarder:
 
     async def _continue(self, incoming: Incoming, earlier: EarlierPart, left: list[str]) -> UpstreamAttempt:
         """Have another engine continue a stream, which left some instances; ApiError where none does."""
-        placing = Placing(shared=self.context, incoming=incoming, undivided=incoming.openai.undivided)
+        placing = Placing(shared=self.context, incoming=incoming)
         for instance_id in left:
             placing.exclude(instance_id)
         follower = RequestForwarder(

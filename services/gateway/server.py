@@ -223,7 +223,6 @@ async def gateway_context(  # noqa: PLR0913, PLR0917 - its parts
             budget=RetryBudget(max_retries=settings.max_concurrency, per_request=settings.retry_ratio),
             migrations=RetryBudget(max_retries=settings.max_concurrency, per_request=settings.migration_ratio),
             requests=requests,
-            sizes=prompts.sizes,
             prompts=prompts,
             last_resort=last_resort,
             failed_lately=OutlierDetection(loop.time),

@@ -191,8 +191,7 @@ class StreamRelay:
         earlier = attempt.part_so_far(transcript.num_tokens)
         attempt.migration = FAILURE
         attempt.finish(FAILED, counts=False)
-        if self.attainment is not None:
-            attempt.continue_attainment(transcript.num_tokens)
+        attempt.continue_attainment(transcript.num_tokens)
         incoming = self._incoming_for(rest)
         transcript.continue_as(rest)
         self.attempt = await self._forwarded(incoming, earlier)

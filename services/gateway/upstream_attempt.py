@@ -159,11 +159,11 @@ class UpstreamAttempt:
     def _leave(self) -> None:
         """Look for another instance while the response is awaited."""
         if self._waiting is not None and self._find_other is not None and self._leaving is None:
-            self._leaving = asyncio.create_task(self._end_wait_if(self._find_other()))
+            self._leaving = asyncio.create_task(self._end_wait_if(self._find_other))
 
-    async def _end_wait_if(self, finding: Awaitable[bool]) -> None:
+    async def _end_wait_if(self, find_other: Callable[[], Awaitable[bool]]) -> None:
         try:
-            if await finding and self._waiting is not None:
+            if await find_other() and self._waiting is not None:
                 self._waiting.reschedule(self.context.loop.time())
         finally:
             self._leaving = None
@@ -349,7 +349,7 @@ class UpstreamAttempt:
         """Write the outcome."""
         incoming, held = self.incoming, self.held
         if ending.prompt_tokens:
-            self.context.sizes.learn(incoming.openai, ending.prompt_tokens)
+            self.context.prompts.sizes.learn(incoming.openai, ending.prompt_tokens)
         return outcome_of(
             incoming.request,
             self.destination.decision,

@@ -18,6 +18,7 @@ from simulator.codec import read_text
 
 LONGEST_ID = 256
 STATES = READY, DRAINING = "ready", "draining"
+REMOVED_FROM_LIST = "instance was removed from the list"  # why it is not called
 FLAG_SETTINGS = ("role=", "tier=", "rank=", "kv_events=", "kv_events_replay=")
 MAX_RANK = 65535
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
+from services.instances.instance import is_port
 from services.settings import PORTS, Option
 
 KUBERNETES = "kubernetes"  # the value of --instances-from
@@ -92,7 +93,7 @@ class KubernetesSettings:
         """The ports of `endpoint_target_ports`; ValueError where one is no port."""
         ports = []
         for text in self.endpoint_target_ports:
-            if not (text.isascii() and text.isdigit() and 0 < int(text) < 65536):
+            if not is_port(text):
                 raise ValueError(f"endpoint_target_ports: {text!r} is no port")
             ports.append(int(text))
         if len(ports) > MAX_PORTS or len(set(ports)) < len(ports):

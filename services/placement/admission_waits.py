@@ -42,9 +42,9 @@ class AdmissionWaits:
             if wakeup is not None:
                 wakeup.set()
 
-    def end(self, decision: Decision, end: str) -> None:
-        """Count how the wait of a decision ended, if it waited."""
+    def end(self, decision: Decision, how: str) -> None:
+        """End the wait of a decision, if it waited, and count how: admitted, not_admitted, or left."""
         if self._wakeups.pop(decision, None) is not None and decision.admission is not None:
             self._metrics.held.dec()
-            self._metrics.holds.labels(end).inc()
+            self._metrics.holds.labels(how).inc()
             self._metrics.held_s.observe(time.monotonic() - decision.admission.joined_s)

@@ -1,4 +1,4 @@
-"""The request of a generation that is placed and sent next: the client's, or that for the rest of its answer."""
+"""The request that Generate places and sends next: the client's, or one for the rest of an answer."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ NOT_PLACED = (ConnectionError, ValueError, TimeoutError, UnknownNameError, BusyE
 
 @dataclass(slots=True, kw_only=True)
 class CurrentRequest:
-    """A request, what the engines that failed have left of it, and where it is not to be placed."""
+    """A request between attempts: excluded instances, held KV blocks, and the part of its answer so far."""
 
     driver: PlacementDriver
     spans: GenerationSpans
     engine_request: EngineRequest
-    ask: OpenAIRequest  # what placing needs of it
+    ask: OpenAIRequest  # `engine_request`, as placing reads it
     message: scheduler_pb2.GenerateRequest
     arrived_s: float  # monotonic
-    waited_s: float  # before that
+    waited_s: float  # before `arrived_s`
     excluded: frozenset[str] = frozenset()
     held: HeldBlocks | None = None  # by the instance of a prefill leg, not fetched yet
-    undivided: bool = False  # one engine serves it
-    earlier: EarlierPart | None = None  # from engines that failed
+    undivided: bool = field(init=False)  # one engine serves it
+    earlier: EarlierPart | None = None  # of the answer, from engines that it has left
     num_migrations: int = 0
     to_send: EngineRequest = field(init=False)  # with the facts of the request as the last decision has them
 
     def __post_init__(self) -> None:
-        """Some requests have one leg only."""
+        """Divide the request into two legs only where its body allows that."""
         self.undivided = self.ask.undivided
 
     async def place(self) -> tuple[Placement, common_pb2.Decision]:
@@ -85,11 +85,9 @@ class CurrentRequest:
             )
         )
 
-    def continue_as(
-        self, rest: Continuation, decision: common_pb2.Decision, tracker: GenerationTracker, num_tokens: int
-    ) -> None:
-        """Become the request for the rest of an answer that has so many tokens."""
-        now_s = time.monotonic()
+    def continue_as(self, rest: Continuation, tracker: GenerationTracker, num_tokens: int) -> None:
+        """Replace the request by that for the rest of its answer; the client has `num_tokens` of it."""
+        now_s, decision = time.monotonic(), tracker.decision
         self.num_migrations += 1
         whole = self.whole(tracker.outcome())
         self.earlier = EarlierPart(
@@ -120,5 +118,5 @@ class CurrentRequest:
         self.arrived_s, self.waited_s = now_s, 0.0
 
     def whole(self, outcome: common_pb2.Outcome) -> common_pb2.Outcome:
-        """Return the outcome of the whole answer, of which `outcome` is that of the last engine."""
+        """Return the outcome of the whole answer by that of its last engine."""
         return outcome if self.earlier is None else self.earlier.whole(outcome, self.arrived_s - self.waited_s)

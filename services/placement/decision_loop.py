@@ -1,4 +1,4 @@
-"""The loop that carries out what one decision intends, on the wall clock, until the request is placed."""
+"""The loop that carries out the intentions of a decision on the wall clock."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from services.rpc.objectives import set_objective
 
 
 class DecisionLoop:
-    """Asks, reserves, gives back and waits for decisions, any number at once."""
+    """Drives decisions until their requests are placed or shed, any number at the same time."""
 
     def __init__(
         self, core: SchedulerCore, registry: InstanceRegistry, settings: SchedulerSettings, metrics: SchedulerMetrics
@@ -40,7 +40,7 @@ class DecisionLoop:
     async def drive(
         self, decision: Decision, request: common_pb2.Request, handles: dict[str, InstanceHandle]
     ) -> Placement:
-        """Carry out a decision's intentions until the request is placed."""
+        """Carry out a decision's intentions until the request is placed; raise the error of a request that is shed."""
         if self._registry.directory.suspects:
             self._registry.probe_suspects()
         asked = sent = decision.request.objective
@@ -80,7 +80,7 @@ class DecisionLoop:
         request: common_pb2.Request,
         handles: dict[str, InstanceHandle],
     ) -> Intention:
-        """Carry out an intention; return the next one."""
+        """Carry out an intention; return the decision's next one."""
         if isinstance(intention, Ask | AskLegs):
             answers = await self._fan_out.ask(intention, decision, request)
             return decision.answers(answers, time.monotonic())
@@ -92,6 +92,7 @@ class DecisionLoop:
         return decision.tick(time.monotonic())
 
     def _shed(self, intention: Shed, asked: Objective) -> Exception:
+        """Count a request that is shed, or that no instance can take; return its error."""
         error = intention.error
         if isinstance(error, OverloadedError):
             self._metrics.shed.labels(error.reason, asked.request_class).inc()

@@ -1,4 +1,4 @@
-"""Places requests: completes them, has them decided on the wall clock, and passes placements to listeners."""
+"""Places requests: fills in what they lack, runs their decisions, and passes placements to listeners."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 
 class PlacementDriver:
-    """Places requests, any number at once; it keeps nothing that a restart would lose."""
+    """Places requests, any number at the same time; a restart loses only those that wait for admission."""
 
     def __init__(  # noqa: PLR0913 - its parts
         self,
@@ -96,7 +96,7 @@ class PlacementDriver:
         self._watch_for(self.core.use_policy(text))
 
     def _watch_for(self, policy: Policy) -> None:
-        """Have instances report by themselves, where a policy reads that, or how large their caches are."""
+        """Follow the reports of sidecars where a policy reads indicators or cached prefixes."""
         if any(part.needs_indicators or part.needs_prefix for part in policy.parts):
             self.registry.watch()
 
@@ -188,7 +188,7 @@ class PlacementDriver:
             self._metrics.demoted.inc()
 
     async def _complete(self, request: common_pb2.Request, prompt: bytes, policy: Policy) -> None:
-        """Find out what forecasts need to know of the request, and refuse an invalid one."""
+        """Fill in the length and what else forecasts need; ValueError where the request is invalid."""
         require_num_responses(request, self.settings.max_responses)
         if policy.length_quantiles > 1 and not request.length_quantiles:
             request.length_quantiles = policy.length_quantiles
@@ -208,7 +208,10 @@ class PlacementDriver:
         asked: Objective,
         explain: bool,
     ) -> common_pb2.Decision:
-        """Convert a placement of a request, which `asked` for something, and pass it to the listeners."""
+        """Return a placement in its wire form; the listeners get both, unless it is a dry run.
+
+        `asked` is the objective before the decision, which may have demoted the request.
+        """
 
         def instance_of(instance_id: str) -> common_pb2.Instance | None:
             handle = handles.get(instance_id) or self.registry.find(instance_id)
@@ -244,7 +247,7 @@ class PlacementDriver:
         return status.age_at(time.monotonic()) if status is not None and status.indicators else None
 
     def sent_elsewhere(self, request: common_pb2.Request, instance_id: str) -> None:
-        """Count a request at an instance that serves it without a reservation."""
+        """Count a request that another party sends to an instance without a reservation."""
         handle = self.registry.find(instance_id)
         if handle is not None:
             handle.sent_without_reservation(request.prompt_tokens)

@@ -1,4 +1,4 @@
-"""The stream of one engine that answers for a generation, and that a drain may ask to leave the engine."""
+"""The answer of one engine to a request of Generate, as a stream of chunks that may leave an engine that drains."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from services.placement.generation_tracker import GenerationTracker
 from services.placement.upstream_engine import EngineError, EngineRequest, stream_answer
 from services.tracing.request_spans import DECODE, SERVE
 
-CUT = "length"  # why an answer ends that has as many tokens as it may
+CUT = "length"  # finish reason of an answer that has as many tokens as its request allows
 
 
 class EngineStream:
@@ -31,35 +31,31 @@ class EngineStream:
         instance: Instance,
         request: EngineRequest,
         *,
-        decision: common_pb2.Decision,
         tracker: GenerationTracker,
         transcript: StreamTranscript | None,
-        hides_ids: bool,
     ) -> None:
-        """Ask nothing yet.
+        """Prepare the stream; the request is sent when `chunks` is read.
 
-        The engine fetches the KV blocks that the tracker has held, if there are any. `transcript` follows an answer
-        that may continue on another engine; `hides_ids` says that engines return token ids that the client did not
-        ask for.
+        The engine fetches the KV blocks that `tracker` names as held, if any. `transcript` follows an answer that may
+        continue on another engine.
         """
         self._driver = driver
         self._client = client
         self._spans = spans
         self._instance = instance
         self._request = request
-        self._decision = decision
         self._tracker = tracker
         self._transcript = transcript
-        self._hides_ids = hides_ids
+        self._hides_ids = transcript is not None and transcript.hides_ids  # that the client did not ask for
         self._is_forced = False  # the instance is removed
         self._connection: Connection | None = None  # to the engine
         self.leaves = False  # the instance drains, and the stream has been asked to leave it
         self.movable: MovableRequest | None = None  # at the instance
 
     async def chunks(self) -> AsyncGenerator[scheduler_pb2.Chunk | None]:
-        """Yield the answer's chunks, and None where the wait for the next one was interrupted."""
-        decision, tracker, settings = self._decision, self._tracker, self._driver.settings
-        held = tracker.held
+        """Yield the answer's chunks, and None where the stream is to leave and the next one has not come."""
+        tracker, settings = self._tracker, self._driver.settings
+        decision, held = tracker.decision, tracker.held
         self.movable = movable = self._driver.requests.enter(
             decision.instance.instance_id, self._leave if held is None else None, self._force
         )
@@ -101,7 +97,7 @@ class EngineStream:
             tracker.require_end()
 
     def _has_all_of_it(self) -> bool:
-        """Whether all tokens have come that the request allows, so that only the reason for the end is missing."""
+        """Return whether all tokens that the request allows have come; then set the finish reason, which is missing."""
         if self._transcript is None or self._transcript.end() is None:
             return False
         self._tracker.finish_reason = common_pb2.FINISH_REASON_LENGTH

@@ -1,4 +1,4 @@
-"""The question for forecasts that one decision asks all its candidates at the same time."""
+"""Asks the sidecars of a decision's candidates for forecasts, all at the same time."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from protos.block.v1 import common_pb2, predictor_pb2
 from scheduler.candidate import CandidateStatus
 from scheduler.decision import Decision
 from scheduler.intentions import Answer, Ask, AskLegs
+from services.instances.instance import REMOVED_FROM_LIST
 from services.placement.instance_handle import InstanceHandle
 from services.placement.instance_registry import InstanceRegistry
 from services.placement.metrics import SchedulerMetrics
@@ -19,7 +20,7 @@ from services.placement.sidecar_connection import ForecastCall, SidecarConnectio
 
 
 class ForecastFanOut:
-    """Asks sidecars for forecasts, for a limited number of decisions at once."""
+    """Asks sidecars for forecasts, for at most `max_deciding` decisions at the same time."""
 
     def __init__(self, registry: InstanceRegistry, settings: SchedulerSettings, metrics: SchedulerMetrics) -> None:
         """Ask the instances of a registry."""
@@ -29,14 +30,13 @@ class ForecastFanOut:
         self._fan_outs = asyncio.Semaphore(settings.max_deciding)
 
     async def ask(self, intention: Ask | AskLegs, decision: Decision, request: common_pb2.Request) -> dict[str, Answer]:
-        """Ask instances for forecasts, with one message for each sidecar address and leg, and one deadline for all."""
+        """Return the forecasts of instances, or why there is none.
+
+        One message goes to each sidecar address for each leg, and one deadline counts for all of them.
+        """
         names = intention.instance_ids
         handles = {name: handle for name in names if (handle := self._registry.find(name)) is not None}
-        answers = {
-            name: Answer(CandidateStatus.DOWN, note="instance was removed from the list")
-            for name in names
-            if name not in handles
-        }
+        answers = {name: Answer(CandidateStatus.DOWN, note=REMOVED_FROM_LIST) for name in names if name not in handles}
         if not handles:
             return answers
         async with self._fan_outs:

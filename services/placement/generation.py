@@ -23,6 +23,7 @@ from services.http.paths import CHAT
 from services.http.prefill_leg import MAX_FAILED_FETCHES
 from services.http.prompt_tokens import PromptSizes
 from services.http.stream_continuation import Continuation, NotContinuableError, StreamTranscript
+from services.instances.instance import REMOVED_FROM_LIST
 from services.logs import log_event
 from services.placement.current_request import NOT_PLACED, CurrentRequest
 from services.placement.driver import PlacementDriver
@@ -44,30 +45,37 @@ LIMIT, BUDGET, NO_INSTANCE = "limit", "migration_budget", "no_instance"  # why n
 class Generation:
     """One request; `events` is its stream."""
 
-    driver: PlacementDriver
     client: HttpClient
     attempts: Counter  # by result
     prefills: Counter  # by result
     migrations: RetryBudget
     deaths: EngineDeaths
     sizes: PromptSizes
-    spans: GenerationSpans
     current: CurrentRequest
     _num_failed_fetches: int = 0
     _transcript: StreamTranscript | None = None  # of an answer that may continue on another engine
-    _hides_ids: bool = False  # engines return token ids that the client did not ask for
     _next: tuple[Placement, common_pb2.Decision] | None = None  # of a stream that leaves
 
     def __post_init__(self) -> None:
-        """Some requests cannot continue on another engine."""
+        """Follow the answer, unless it can never continue on another engine."""
         current, mode = self.current, self.driver.settings.continue_streams
         if mode == OFF or current.ask.why_not_continuable:
             return
         own, is_chat = current.engine_request, current.engine_request.path == CHAT
-        self._hides_ids = mode == BY_TOKEN_IDS and not current.ask.returns_token_ids
-        self._transcript = StreamTranscript(body=own.body_for(()), chat=is_chat, hides_ids=self._hides_ids)
-        if self._hides_ids:
+        hides_ids = mode == BY_TOKEN_IDS and not current.ask.returns_token_ids
+        self._transcript = StreamTranscript(body=own.body_for(()), chat=is_chat, hides_ids=hides_ids)
+        if hides_ids:
             current.engine_request = replace(own, body={**own.body, IDS_FIELD: True})
+
+    @property
+    def driver(self) -> PlacementDriver:
+        """What places the request."""
+        return self.current.driver
+
+    @property
+    def spans(self) -> GenerationSpans:
+        """The spans of the call."""
+        return self.current.spans
 
     async def events(self) -> AsyncGenerator[scheduler_pb2.GenerateResponse]:
         """Yield decisions, chunks and the outcome; EngineError where no engine can answer."""
@@ -81,16 +89,16 @@ class Generation:
             tracker = GenerationTracker(decision=decision, request=self.current.message.request, entered_s=entered_s)
             try:
                 yield scheduler_pb2.GenerateResponse(decision=decision)
-                stream = await self._stream_of(decision, tracker)
+                stream = await self._stream_of(tracker)
                 async with aclosing(stream.chunks()) as chunks:
                     async for chunk in chunks:
                         if chunk is not None:
                             yield scheduler_pb2.GenerateResponse(chunk=chunk)
-                        if stream.leaves and await self._moved(stream, decision, tracker):
+                        if stream.leaves and await self._moved(stream, tracker):
                             break
             except (ConnectionError, TimeoutError) as error:
-                failure = await self._given_up(placement, decision, tracker, error)
-                if attempt >= settings.attempts or not self._tries_another(placement, decision, tracker):
+                failure = await self._given_up(placement, tracker, error)
+                if attempt >= settings.attempts or not self._tries_another(placement, tracker):
                     raise failure from None
                 tracker.is_continued = tracker.num_chunks > 0
             else:
@@ -124,12 +132,10 @@ class Generation:
                 raise
             raise failure from None
 
-    async def _given_up(
-        self, placement: Placement, decision: common_pb2.Decision, tracker: GenerationTracker, error: Exception
-    ) -> EngineError:
+    async def _given_up(self, placement: Placement, tracker: GenerationTracker, error: Exception) -> EngineError:
         """Note the failure of an engine, and return it as the client sees it."""
         self.attempts.labels("broken" if tracker.num_chunks else "failed").inc()
-        failed_id = self._failed(decision, tracker, error)
+        failed_id = self._failed(tracker, error)
         self.deaths.failed(failed_id, error, tracker.sent_s)
         if failed_id != placement.instance_id:  # the instance of the decode leg may be chosen again
             await self.current.release(placement, None if isinstance(error, PrefillError) else tracker.outcome())
@@ -140,43 +146,43 @@ class Generation:
         )  # fmt: skip
         return EngineError(f"{failed_id}: {error}")
 
-    def _tries_another(self, placement: Placement, decision: common_pb2.Decision, tracker: GenerationTracker) -> bool:
-        """Whether another engine may answer, or go on with the answer."""
-        had_legs = decision.HasField("prefill") or tracker.held is not None
+    def _tries_another(self, placement: Placement, tracker: GenerationTracker) -> bool:
+        """Return whether another engine may answer, or continue the answer; prepare the request for the rest."""
+        had_legs = tracker.decision.HasField("prefill") or tracker.held is not None
         if not (placement.next_best or had_legs):
             return False
         if self.deaths.is_exhausted:
             tracker.migration = POISON
             return False
-        return not tracker.num_chunks or self._continue(decision, tracker)
+        return not tracker.num_chunks or self._continue(tracker)
 
     # Continuing.
 
-    def _continue(self, decision: common_pb2.Decision, tracker: GenerationTracker) -> bool:
-        """Ask for the rest of the answer from now on; False where it cannot continue."""
+    def _continue(self, tracker: GenerationTracker) -> bool:
+        """Make the next request that for the rest of the answer; False where it cannot continue."""
         try:
-            rest = self._rest_of(decision)
+            transcript, rest = self._rest_of(tracker.decision)
         except NotContinuableError as why:
             tracker.migration = str(why)
             log_event(log, logging.INFO, "stream not continued", request_id=tracker.request.request_id, why=str(why))
             return False
         tracker.migration = FAILURE
         whole = self.current.whole(tracker.outcome())
-        self._continue_as(rest, decision, tracker)
+        self.current.continue_as(rest, tracker, transcript.num_tokens)
         self._record_move(whole)
-        assert self._transcript is not None
-        self._transcript.continue_as(rest)
+        transcript.continue_as(rest)
         self.attempts.labels("continued").inc()
         return True
 
-    async def _moved(self, stream: EngineStream, decision: common_pb2.Decision, tracker: GenerationTracker) -> bool:
+    async def _moved(self, stream: EngineStream, tracker: GenerationTracker) -> bool:
         """Find another instance for the rest of a stream whose own drains; False where it stays."""
         stream.leaves = False
         before, whole = copy(self.current), self.current.whole(tracker.outcome())
+        left_id = tracker.decision.instance.instance_id
         try:
-            rest = self._rest_of(decision)
-            self.current.excluded |= {decision.instance.instance_id}
-            self._continue_as(rest, decision, tracker)
+            transcript, rest = self._rest_of(tracker.decision)
+            self.current.excluded |= {left_id}
+            self.current.continue_as(rest, tracker, transcript.num_tokens)
             try:
                 self._next = await self.current.place()
             except NOT_PLACED:
@@ -192,14 +198,16 @@ class Generation:
         self.attempts.labels(PLANNED).inc()
         log_event(
             log, logging.INFO, "stream continued", how=PLANNED, request_id=tracker.request.request_id,
-            left_instance_id=decision.instance.instance_id, tokens=rest.num_sent,
+            left_instance_id=left_id, tokens=rest.num_sent,
         )  # fmt: skip
-        assert self._transcript is not None
-        self._transcript.continue_as(rest)
+        transcript.continue_as(rest)
         return True
 
-    def _rest_of(self, decision: common_pb2.Decision) -> Continuation:
-        """Return the request for the rest of the answer, within limits and budget; NotContinuableError without."""
+    def _rest_of(self, decision: common_pb2.Decision) -> tuple[StreamTranscript, Continuation]:
+        """Return the transcript of the answer, and the request for its rest.
+
+        NotContinuableError where the answer cannot continue, or limit or budget of migrations is exhausted.
+        """
         transcript = self._transcript
         if transcript is None:
             raise NotContinuableError(self.current.ask.why_not_continuable or OFF)
@@ -209,12 +217,7 @@ class Generation:
         rest = transcript.continuation()
         if not self.migrations.spend():
             raise NotContinuableError(BUDGET)
-        return rest
-
-    def _continue_as(self, rest: Continuation, decision: common_pb2.Decision, tracker: GenerationTracker) -> None:
-        """Make the request for the rest the one that is placed and sent next."""
-        assert self._transcript is not None
-        self.current.continue_as(rest, decision, tracker, self._transcript.num_tokens)
+        return transcript, rest
 
     def _record_move(self, whole: common_pb2.Outcome) -> None:
         """Record the part of the answer that has come, and how often it has moved."""
@@ -223,12 +226,13 @@ class Generation:
 
     # Failures.
 
-    def _failed(self, decision: common_pb2.Decision, tracker: GenerationTracker, error: Exception) -> str:
+    def _failed(self, tracker: GenerationTracker, error: Exception) -> str:
         """Exclude the instance that failed from the next decision, and return its id.
 
         The first failure to fetch KV blocks counts for the prefill instance.
         """
-        held, failed_id = tracker.held, decision.instance.instance_id
+        held, decision = tracker.held, tracker.decision
+        failed_id = decision.instance.instance_id
         if isinstance(error, PrefillError):
             failed_id = decision.prefill.instance.instance_id
         elif held is not None and not tracker.num_chunks and isinstance(error, ReportedError):
@@ -257,12 +261,12 @@ class Generation:
 
     # Sending.
 
-    async def _stream_of(self, decision: common_pb2.Decision, tracker: GenerationTracker) -> EngineStream:
+    async def _stream_of(self, tracker: GenerationTracker) -> EngineStream:
         """Have the prompt computed where the decision has a prefill leg; return the stream of the answer."""
-        current = self.current
+        current, decision = self.current, tracker.decision
         handle = self.driver.registry.find(decision.instance.instance_id)
         if handle is None:
-            raise EngineError("instance was removed from the list")
+            raise EngineError(REMOVED_FROM_LIST)
         if decision.HasField("prefill"):
             current.held = await prefill(current, decision, tracker.entered_s, self.client, self.prefills)
         tracker.held = current.held
@@ -272,8 +276,6 @@ class Generation:
             self.spans,
             handle.instance,
             current.to_send,
-            decision=decision,
             tracker=tracker,
             transcript=self._transcript,
-            hides_ids=self._hides_ids,
         )

@@ -11,6 +11,7 @@ from services.http.kv_transfer import KV_CONNECTORS
 from services.http.origin import origin_of
 from services.http.prefill_leg import SKIPPED, HeldBlocks, PrefillLeg
 from services.http.proxying import OK
+from services.instances.instance import REMOVED_FROM_LIST
 from services.placement.current_request import CurrentRequest
 from services.placement.upstream_engine import MAX_ERROR_BYTES, EngineError, error_of
 from services.tracing.request_spans import PREFILL, end_prefill
@@ -45,7 +46,7 @@ async def prefill(
             return current.held
         handle = driver.registry.find(instance_id)
         if handle is None:
-            raise PrefillError("instance was removed from the list")
+            raise PrefillError(REMOVED_FROM_LIST)
         span = spans.leg(PREFILL, decision.prefill.instance, decision.policy)
         reply = await leg.send(
             client,

@@ -18,7 +18,7 @@ class SchedulerMetrics:
     """The metrics of one scheduler, in one registry."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        """Start from zero."""
+        """Register all metrics."""
         self.registry = registry
         self._instance_of, self._model_of = BoundedLabel(), BoundedLabel()
         self._register_decisions(registry)
@@ -27,7 +27,7 @@ class SchedulerMetrics:
         self._register_outcomes(registry)
 
     def _register_decisions(self, registry: CollectorRegistry) -> None:
-        """Register what decisions say."""
+        """Register metrics of decisions and placements."""
         self.decision_s = Histogram(
             "block_decision_seconds",
             "From receiving a request to its decision.",
@@ -72,7 +72,7 @@ class SchedulerMetrics:
         )
 
     def _register_admission(self, registry: CollectorRegistry) -> None:
-        """Register which requests wait, are shed, or find no instance."""
+        """Register metrics of requests that are held, shed or demoted, or for which there is no instance."""
         self.held = Gauge(
             "block_held_requests", "Requests that are held until an instance admits them.", registry=registry
         )
@@ -98,7 +98,7 @@ class SchedulerMetrics:
         )
 
     def _register_sidecars(self, registry: CollectorRegistry) -> None:
-        """Register forecasts, reservations and the sidecars that make them."""
+        """Register metrics of calls of sidecars: forecasts, reservations and releases."""
         self.fan_out_s = Histogram(
             "block_fan_out_seconds", "From requesting forecasts to the last reply.", buckets=SECONDS, registry=registry
         )
@@ -121,7 +121,7 @@ class SchedulerMetrics:
         )
 
     def _register_outcomes(self, registry: CollectorRegistry) -> None:
-        """Register lengths, and how requests end."""
+        """Register metrics of tags, outcomes, drains and recordings."""
         self.tags = Counter(
             "block_scheduler_tags", "Response lengths, by their source.", ("source",), registry=registry
         )
@@ -142,7 +142,7 @@ class SchedulerMetrics:
         )
 
     def placed(self, model: str, placement: Placement, age_s: float | None) -> None:
-        """Count a request that was placed, with the forecast that it was placed by and the age of the state behind."""
+        """Count a request that was placed, its forecast, and the age of the state that was known of the instance."""
         for leg in placement.legs:
             self._placements.labels(self._instance_of(leg.instance_id), leg.kind).inc()
         if age_s is not None:

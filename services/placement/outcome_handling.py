@@ -26,14 +26,14 @@ class OutcomeHandler:
         self,
         registry: InstanceRegistry,
         core: SchedulerCore,
-        decisions: DecisionLog,
+        decision_log: DecisionLog,
         listeners: Sequence[PlacementListener],
         metrics: SchedulerMetrics,
     ) -> None:
         """Handle the requests that a driver places on the instances of a registry."""
         self._registry = registry
         self._core = core
-        self._log = decisions
+        self._decision_log = decision_log
         self._listeners = listeners
         self._metrics = metrics
 
@@ -48,7 +48,7 @@ class OutcomeHandler:
             self._learn(outcome)
         handle = self._registry.find(request.instance_id)
         is_prefill = handle is not None and handle.instance.role == PREFILL_ROLE
-        goes_on = is_prefill and not self._log.is_answered_by(request.instance_id, request.request_id)
+        goes_on = is_prefill and not self._decision_log.is_answered_by(request.instance_id, request.request_id)
         if not (goes_on or request.HasField("outcome")):
             for listener in self._listeners:
                 listener.on_release(request.request_id, request.instance_id)

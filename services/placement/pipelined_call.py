@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 
 from protos.block.v1 import predictor_pb2
+from services.instances.instance import REMOVED_FROM_LIST
 from services.rpc.grpc_call import GrpcCall
 from services.rpc.grpc_channel import GrpcChannel
 
@@ -65,7 +66,7 @@ class PipelinedCall:
         now_s = self._loop.time()
         waiting = _Waiting(request, now_s)
         if self._has_ended:
-            waiting.fail(ConnectionError("instance was removed from the list"))
+            waiting.fail(ConnectionError(REMOVED_FROM_LIST))
             return waiting.reply
         if self._waiting and now_s - self._waiting[0].sent_s > self._stalled_s:
             self.cancel()

@@ -161,7 +161,6 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
         metadata = context.invocation_metadata() or ()
         spans = GenerationSpans(self._tracer, metadata, ask, request.request, arrived_unix_s=arrived_unix_s)
         generation = Generation(
-            driver=self._driver,
             client=self._client,
             attempts=self._attempts,
             prefills=self._prefills,
@@ -172,7 +171,6 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
                 suspected=self._poison_suspects.inc,
             ),
             sizes=self._prompts.sizes,
-            spans=spans,
             current=CurrentRequest(
                 driver=self._driver,
                 spans=spans,

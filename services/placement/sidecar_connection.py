@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from protos.block.v1 import common_pb2, predictor_pb2
 from scheduler.candidate import CandidateStatus
+from services.instances.instance import REMOVED_FROM_LIST
 from services.placement.circuit_breaker import CircuitBreaker
 from services.placement.metrics import SchedulerMetrics
 from services.placement.pipelined_call import PREDICTOR, PipelinedCall
@@ -118,7 +119,7 @@ class SidecarConnection:
     async def release(self, request: common_pb2.ReleaseRequest) -> common_pb2.ReleaseResponse:
         """End a reservation."""
         if self._is_removed:
-            raise ConnectionError("instance was removed from the list")
+            raise ConnectionError(REMOVED_FROM_LIST)
         reply = self._release.send(request.SerializeToString())
         await asyncio.wait([reply], timeout=RELEASE_S)
         if not reply.done():
@@ -130,7 +131,7 @@ class SidecarConnection:
     ) -> None:
         """Pass on what an instance reports by itself, until the call ends; raise its error, or that of `on_report`."""
         if self._is_removed:
-            raise ConnectionError("instance was removed from the list")
+            raise ConnectionError(REMOVED_FROM_LIST)
         await self._channel.follow(
             f"/{PREDICTOR}/Watch", request.SerializeToString(), lambda raw: on_report(watch_response(raw))
         )

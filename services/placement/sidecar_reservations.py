@@ -1,4 +1,4 @@
-"""Reservations of decisions at sidecars, and their end where a decision gives one back."""
+"""Reserves requests at sidecars, and releases them where the decision does not use a reservation."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from protos.block.v1 import common_pb2, predictor_pb2
 from scheduler.candidate import CandidateStatus
 from scheduler.decision import Decision
 from scheduler.intentions import Intention, Release, Reserve
+from services.instances.instance import REMOVED_FROM_LIST
 from services.placement.instance_handle import InstanceHandle, ReserveError
 from services.placement.instance_registry import InstanceRegistry
 from services.placement.metrics import SchedulerMetrics
@@ -27,7 +28,7 @@ RESERVE_RESULTS = {
 
 
 class SidecarReservations:
-    """Reserves at the sidecars of a registry's instances."""
+    """Carries out the intentions `Reserve` and `Release` of decisions."""
 
     def __init__(self, registry: InstanceRegistry, settings: SchedulerSettings, metrics: SchedulerMetrics) -> None:
         """Reserve at the instances of a registry."""
@@ -42,11 +43,10 @@ class SidecarReservations:
         request: common_pb2.Request,
         handles: dict[str, InstanceHandle],
     ) -> Intention:
-        """Reserve at an instance; return what the decision makes of the reply."""
+        """Reserve at an instance, and pass the reply to the decision; return the decision's next intention."""
         handle = self._registry.find(intention.instance_id)
         if handle is None:
-            status, note = CandidateStatus.DOWN, "instance was removed from the list"
-            return decision.reservation_failed(status, note, time.monotonic())
+            return decision.reservation_failed(CandidateStatus.DOWN, REMOVED_FROM_LIST, time.monotonic())
         handles[handle.name] = handle
         message = self._message(intention, decision, request)
         try:
@@ -65,7 +65,7 @@ class SidecarReservations:
     def _message(
         self, intention: Reserve, decision: Decision, request: common_pb2.Request
     ) -> predictor_pb2.ReserveRequest:
-        """Write the call that an intention makes; the request gets the leg and the times of the reservation."""
+        """Return the message of a reservation, after setting the leg and its times in `request`."""
         set_leg(request, intention)
         set_waited(request, decision.request, time.monotonic(), self._settings.deadline_margin_s)
         request.in_s = min(request.in_s, MAX_RESERVATION_S)  # sidecars accept no more
@@ -83,7 +83,7 @@ class SidecarReservations:
     async def give_back(
         self, intention: Release, decision: Decision, handles: Mapping[str, InstanceHandle]
     ) -> Intention:
-        """End a reservation; without a timely reply that goes on in the background."""
+        """Release a reservation; a call without a reply by the deadline goes on in the background."""
         name = intention.instance_id
         message = common_pb2.ReleaseRequest(request_id=decision.request.request_id, instance_id=name)
         releasing = handles[name].start(handles[name].release(message))

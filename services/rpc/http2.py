@@ -220,7 +220,7 @@ class Http2Connection(asyncio.Protocol):
             stream.send_window -= size
             self._send_window -= size
             stream.has_sent_end |= end
-            self._transport.write(FRAME.pack(size >> 8, size & 0xFF, DATA, END_STREAM if end else 0, stream.id) + data)
+            self._transport.write(frame_of(DATA, END_STREAM if end else 0, stream.id, data))
             return
         if stream.num_unsent_bytes + size > MAX_UNSENT_BYTES:
             raise Http2Error(ENHANCE_YOUR_CALM, f"{stream.num_unsent_bytes} bytes wait for the server")

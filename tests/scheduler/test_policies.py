@@ -640,7 +640,7 @@ def test_polyserve_admits_by_the_tiers_of_instances(target_s: float, admitted: s
 
 
 def test_late_requests_go_where_no_deadline_is_left_and_else_to_the_busiest_of_the_loosest() -> None:
-    """So that one instance gives up its deadlines, rather than all of them some."""
+    """So that deadlines are missed on one instance and not on several; without affinity, to the least loaded."""
     columns: Columns = {
         "num_running": [1, 1, 1, 1],
         "num_waiting": [0, 0, 0, 0],
@@ -649,13 +649,14 @@ def test_late_requests_go_where_no_deadline_is_left_and_else_to_the_busiest_of_t
         "queued_prefill_s": [0.0, 0.0, 0.0, 0.0],
     }
 
-    def order(late: int) -> str:
+    def order(late: int, text: str = "slo") -> str:
         candidates = fleet(request=RequestIndicators(prompt_tokens=100, late=late), **columns)
-        policy = policy_from("slo")
+        policy = policy_from(text)
         return "".join(np.array(list("abcd"))[policy.order(candidates, policy.scores(candidates))])
 
     assert order(late=1) == "dbac"
     assert order(late=0) == "dabc"
+    assert order(late=1, text="slo: affinity = 0") == "abcd"
 
 
 @pytest.mark.parametrize("name", ["slo", "polyserve"])
@@ -676,4 +677,5 @@ def test_an_instance_that_does_not_say_how_strict_it_is_admits_requests(name: st
     candidates = fleet(request=RequestIndicators(prompt_tokens=100, due_s=1.0, tpot_slo_s=0.02), **columns)
     policy = policy_from(name)
     assert policy.admits(candidates, patient=False)[0]
+    assert policy.admits(candidates, patient=True).all()  # an idle instance has no slack to say
     assert policy.eligible(candidates).instance_id(0) == "a"

@@ -310,13 +310,18 @@ def test_a_late_request_waits_where_it_would_harm_others_everywhere() -> None:
 
 
 def test_nobody_waits_without_end() -> None:
-    """Where the caller has any patience, a request that is late already waits for ten seconds at most."""
+    """Where the caller has any patience, a late request waits for ten seconds at most, from its deadline on."""
     core = deadline_core()
     decision, ask = late(core, SERVE_LATE)
     answered(decision, ask, harmful="ab")
     queue = core.queue("")
     assert queue is not None
-    assert queue.deadline_s(decision.admission.number) == NOW_S + MAX_LATE_S
+    assert queue.deadline_s(decision.admission.number) == NOW_S + PLACING_S / 2 + MAX_LATE_S
+    other, ask = place(core, when_late=SERVE_LATE, ttft_s=30.0)
+    answered(other, ask, NOW_S, harmful="ab")
+    ask = other.tick(NOW_S + 29.95)
+    assert isinstance(answered(other, ask, NOW_S + 29.95, harmful="ab"), Wait)
+    assert queue.deadline_s(other.admission.number) == NOW_S + 30.0 + MAX_LATE_S
 
 
 def test_a_demoted_request_is_best_effort_without_deadlines() -> None:

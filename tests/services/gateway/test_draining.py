@@ -220,19 +220,30 @@ def test_a_request_without_a_response_is_repeated(drain: dict[str, Any]) -> None
     run(test)
 
 
-def test_a_place_that_was_found_in_vain_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine fails just after another one was found for its request, which has no attempt left."""
-
-    async def fails(_: UpstreamAttempt, leave: Callable[[], Awaitable[bool]]) -> None:
-        assert await leave()
-        raise ConnectionError("it breaks")
+@pytest.mark.parametrize("num_legs", [1, 2])
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_place_that_was_found_in_vain_is_released(
+    monkeypatch: pytest.MonkeyPatch, fails: bool, num_legs: int
+) -> None:
+    """With all its legs: the engine fails just after it was found, and no attempt is left, or responds."""
+    send = UpstreamAttempt.send
 
     async def test() -> None:
-        monkeypatch.setattr(UpstreamAttempt, "send", fails)
         async with scene(completes, completes, attempts=1) as here:
-            assert (await here.post()).status_code == 502
-            released = {(await here.scheduler.released.get()).instance_id for _ in range(2)}
-            assert released == {"e0", "e1"}
+
+            async def finds_another(attempt: UpstreamAttempt, leave: Callable[[], Awaitable[bool]]) -> None:
+                if num_legs == 2:
+                    here.scheduler.instances.append(common_pb2.Instance(instance_id="p", role="prefill"))
+                    here.scheduler.instances[-1].engine_url = here.engines[1].url
+                assert await leave()
+                if fails:
+                    raise ConnectionError("it breaks")
+                await send(attempt)
+
+            monkeypatch.setattr(UpstreamAttempt, "send", finds_another)
+            assert (await here.post()).status_code == (502 if fails else 200)
+            released = {(await here.scheduler.released.get()).instance_id for _ in range(1 + num_legs)}
+            assert released == {"e0", "e1", *(["p"] if num_legs == 2 else [])}
 
     run(test)
 

@@ -12,7 +12,8 @@ import httpx
 import pytest
 
 from protos.block.v1 import common_pb2
-from tests.services.gateway.stubs import COMPLETION, LOCAL, Call, Scene, completes, scene
+from services.gateway import announced_paths
+from tests.services.gateway.stubs import COMPLETION, LOCAL, Call, Scene, completes, scene, unreachable
 from tests.services.security.key_files import key
 from tests.services.waiting import run, until
 
@@ -282,6 +283,35 @@ def test_announced_paths() -> None:
             assert set(asked) == {"/openapi.json", "/v1/new/thing?a=b"}
             blocks = await here.client.post("/v1/new/thing", json={**body, "kv_transfer_params": {}})
             assert blocks.status_code == 400
+
+    run(test)
+
+
+def test_announced_paths_stay_known_while_schedulers_do_not_reply(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the first reply of one, a path may be announced: the status is 503, as for a model."""
+    monkeypatch.setattr(announced_paths, "MAX_AGE_S", 0.0)
+    monkeypatch.setattr(announced_paths, "RETRY_S", 0.0)
+
+    async def announces(call: Call) -> None:
+        call.whole({"paths": {"/v1/new/thing": {"post": {}}}} if call.target == "/openapi.json" else {"ok": True})
+
+    async def test() -> None:
+        async with scene(announces) as here:
+
+            async def status(path: str) -> int:
+                return (await here.client.post(path, json={"model": "tiny", "text": "x"})).status_code
+
+            async def is_served() -> bool:
+                return await status("/v1/new/thing") == 200
+
+            await here.scheduler.stop()
+            assert [await status(path) for path in ("/v1/new/thing", "/v1/other", "/nowhere")] == [503, 503, 404]
+            await here.scheduler.start()
+            await until(is_served)
+            await here.scheduler.stop()
+            assert [await status(path) for path in ("/v1/new/thing", "/v1/other")] == [200, 404]
+        async with scene(announces, schedulers=(), engine_urls=(unreachable(),)) as here:
+            assert await status("/v1/new/thing") == 404
 
     run(test)
 

@@ -403,64 +403,6 @@ def test_request_ids() -> None:
     run(test)
 
 
-def test_models_are_listed() -> None:
-    """The list comes from the settings, from instances, or from the engines themselves."""
-
-    async def tells(call: Call) -> None:
-        call.whole({"object": "list", "data": [{"id": "own", "object": "model", "max_model_len": 77}]})
-
-    async def test() -> None:
-        async with scene(completes) as here:
-            models = (await here.client.get("/v1/models")).json()
-            assert models == {
-                "object": "list",
-                "data": [{"id": "tiny", "object": "model", "created": 0, "owned_by": "block"}],
-            }
-            assert not here.scheduler.asked
-        async with scene(tells, instance={"models": []}) as here:
-            assert (await here.client.get("/v1/models")).json()["data"][0]["max_model_len"] == 77
-        async with scene(models=("b", "a")) as here:
-            assert [model["id"] for model in (await here.client.get("/v1/models")).json()["data"]] == ["b", "a"]
-        async with scene(completes) as here:
-            await here.post()
-            await here.scheduler.stop()
-            assert [model["id"] for model in (await here.client.get("/v1/models")).json()["data"]] == ["tiny"]
-
-    run(test)
-
-
-def test_allowed_models_include_their_adapters() -> None:
-    """Instances and engines say which they are; those of other models stay refused, and so do other models."""
-
-    async def serves(call: Call) -> None:
-        if call.target != "/v1/models":
-            await completes(call)
-            return
-        cards = [
-            {"id": "tiny"},
-            {"id": "loaded", "parent": "tiny"},
-            {"id": "foreign", "parent": "huge"},
-            {"id": "strange", "parent": ["tiny"]},
-            {"id": "huge"},
-        ]
-        call.whole({"object": "list", "data": [one | {"object": "model"} for one in cards]})
-
-    async def test() -> None:
-        async with scene(serves, models=("tiny",), instance={"adapters": ["known"]}) as here:
-            listed = (await here.client.get("/v1/models")).json()["data"]
-            assert [one["id"] for one in listed] == ["tiny", "known", "loaded"]
-            assert [one.get("parent") for one in listed] == [None, "tiny", "tiny"]
-            found = {name: (await here.post(model=name)).status_code for name in ("known", "loaded", "foreign", "huge")}
-            assert found == {"known": 200, "loaded": 200, "foreign": 404, "huge": 404}
-        async with scene(serves, models=("tiny",), instance={"models": ["huge"], "adapters": ["other"]}) as here:
-            assert (await here.post(model="other")).status_code == 404
-        async with scene(serves, models=("tiny",)) as here:
-            await here.scheduler.stop()
-            assert [one["id"] for one in (await here.client.get("/v1/models")).json()["data"]] == ["tiny"]
-
-    run(test)
-
-
 def test_an_explanation_on_request() -> None:
     """One header requests an explanation, another one returns it."""
 

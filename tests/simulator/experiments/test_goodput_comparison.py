@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from services.cli import block
 from simulator.experiments.experiment import experiment_from, experiment_named
 from simulator.experiments.findings import measure
 from simulator.experiments.goodput_comparison import TUNING_SEED, VariantGoodput, gains_over_best
@@ -157,3 +161,37 @@ def test_bad_experiments_are_refused(change: tuple[str, str], complaint: str) ->
     """The error names the bad part."""
     with pytest.raises(ValueError, match=complaint):
         experiment_from("small", TEXT.replace(*change))
+
+
+def test_what_is_attained_at_a_rate(tmp_path: Path) -> None:
+    """Each variant runs once for each rate and seed; a share that is out of reach is an upper bound."""
+    path = tmp_path / "small.toml"
+    path.write_text(TEXT.replace("seeds = 3", "seeds = 2"))
+    arguments = ["experiment", str(path), "--variant", "jsq", "--out", str(tmp_path), "--rate", "1", "--rate", "500"]
+    result = CliRunner().invoke(block, [*arguments, "--json"], catch_exceptions=False)
+    rows = json.loads(result.stdout)
+    keys = [(row["setting"], row["variant"], row["rate"], row["seed"]) for row in rows]
+    assert keys == [("small_fast", "jsq", rate, seed) for rate in (1.0, 500.0) for seed in (0, 1)]
+    assert all(row["attained"] >= 0.9 for row in rows[:2])
+    assert [row["is_stopped"] for row in rows] == [False, False, True, True]
+    assert all(row["attained"] < 0.9 for row in rows[2:])
+    assert "| small_fast | jsq | 1 | 500 | < " in CliRunner().invoke(block, arguments, catch_exceptions=False).stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "message"),
+    [
+        (TEXT, ["--variant", "jsq", "--rate", "0"], "--rate: must be above 0"),
+        (TEXT, ["--rate", "9"], "--rate: small chooses prefill instances by a search"),
+        (None, ["--rate", "9"], "--rate: block-table2 does not search for a goodput"),
+    ],
+)
+def test_rates_that_cannot_be_run_are_refused(
+    tmp_path: Path, text: str | None, options: list[str], message: str
+) -> None:
+    """The message names the option."""
+    path = tmp_path / "small.toml"
+    path.write_text(text or "")
+    name = str(path) if text else "block-table2"
+    result = CliRunner().invoke(block, ["experiment", name, "--out", str(tmp_path), *options])
+    assert str(result.exception) == message
