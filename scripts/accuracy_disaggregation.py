@@ -57,9 +57,8 @@ from scripts.cpu_engines import (
     progress,
     serve_command,
 )
-from scripts.engine_windows import row
 from scripts.forecast_errors import forecast_errors
-from scripts.report import report
+from scripts.report import report, row
 from services.cluster.child import Child
 from services.cluster.engines import free_port
 from services.cluster.pools import connector_environment, connector_flags, planned_engines

@@ -35,7 +35,7 @@ from predictor.fitting.kernel_plan import AttentionBatch, Reach
 from predictor.fitting.kernel_profile import Timings, UntimedCosts, fit_kernels
 from predictor.fitting.model_shard import Share, share_of
 from predictor.fitting.regression import COLUMNS, Steps, predict
-from scripts.report import report
+from scripts.report import report, row
 from scripts.vllm_steps import KV_TOKENS, LONGEST, SEATS
 from services.settings import seconds_of
 
@@ -98,13 +98,14 @@ def main() -> None:
         model = tiny_model(Path(folder) / "model", **kind.config)
         engine_s = seconds_of(arguments.engine_budget, "engine_budget")
         asked = [str(one) for one in (model, engine_s, kind.block_size, kind.step_tokens)]
-        timings, rows = [timed_by_vllm(arguments, model)], []
+        first, attention = timed_by_vllm(arguments, model)
+        timings, rows = [first], []
         for _ in range(arguments.rounds):
             rows += by_vllm(arguments, "vllm_steps.py", *asked)
-            timings.append(timed_by_vllm(arguments, model))
+            timings.append(timed_by_vllm(arguments, model)[0])
         steps = Steps(**dict(zip(COLUMNS, np.array(rows).T, strict=True)))
         results = compared(timings, share_at(model), steps)
-    report("accuracy_kernels", results, as_json=arguments.json)
+    report("accuracy_kernels", results, as_json=arguments.json, kind=arguments.kind, attention=attention)
 
 
 def timed_here(model: str, kind: Kind, budget_s: float) -> dict[str, Any]:
@@ -131,16 +132,17 @@ def timed_here(model: str, kind: Kind, budget_s: float) -> dict[str, Any]:
     }
 
 
-def timed_by_vllm(arguments: argparse.Namespace, model: Path) -> Timings:
-    """Time the kernels by vLLM's Python."""
+def timed_by_vllm(arguments: argparse.Namespace, model: Path) -> tuple[Timings, str]:
+    """Time the kernels by vLLM's Python; return the name of the timed attention as well."""
     found = by_vllm(
         arguments, Path(__file__).name, "--time", str(model), "--budget", arguments.budget, "--kind", arguments.kind
     )
-    return Timings(
+    timings = Timings(
         dense={name: {int(count): one for count, one in times.items()} for name, times in found["dense"].items()},
         head={int(count): one for count, one in found["head"].items()},
         attention={AttentionBatch(**batch): one for batch, one in found["attention"]},
     )
+    return timings, found["attention_by"]
 
 
 def by_vllm(arguments: argparse.Namespace, script: str, *words: str) -> Any:
@@ -220,11 +222,6 @@ def equal_batches(steps: Steps) -> list[list[int]]:
     for index, key in enumerate(zip(*columns, strict=True)):
         groups.setdefault(key, []).append(index)
     return [one for one in groups.values() if len(one) >= MIN_EQUAL]
-
-
-def row(name: str, value: float, unit: str, count: int) -> dict[str, Any]:
-    """Return a result."""
-    return {"name": name, "value": float(value), "unit": unit, "n": count}
 
 
 def figures_of(errors: np.ndarray) -> dict[str, float]:

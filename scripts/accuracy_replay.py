@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from predictor.profile import load_profile
+from scripts.report import row
 from simulator.measured_runs import MEASURED_RUNS, MeasuredRun, latencies_of
 from simulator.reference_data import data_folder
 from simulator.replay import replay
@@ -47,19 +48,14 @@ def compare(name: str, run: MeasuredRun) -> Iterator[dict[str, Any]]:
         figures = {f"p{p}": np.percentile(errors, p) for p in (10, 25, 75, 90, 99)}
         figures = {"median": np.median(errors), "bias": np.median(signed), "mean": errors.mean(), **figures}
         for figure, value in figures.items():
-            yield row(f"{name}.{metric}_error.{figure}", float(value), len(errors))
+            yield row(f"{name}.{metric}_error.{figure}", float(value), "ratio", len(errors))
     ends = [float((latencies.last_token_s + arrivals(requests)).max()) for latencies in (replayed, measured)]
-    yield row(f"{name}.makespan_error", ends[0] / ends[1] - 1, len(requests))
+    yield row(f"{name}.makespan_error", ends[0] / ends[1] - 1, "ratio", len(requests))
 
 
 def arrivals(requests: list[Any]) -> np.ndarray:
     """Return the arrival times of requests."""
     return np.array([request.arrival_s for request in requests])
-
-
-def row(name: str, value: float, n: int) -> dict[str, Any]:
-    """Return one result."""
-    return {"name": name, "value": value, "unit": "ratio", "n": n}
 
 
 if __name__ == "__main__":

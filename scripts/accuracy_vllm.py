@@ -73,9 +73,9 @@ from scripts.cpu_engines import (
     progress,
     serve_command,
 )
-from scripts.engine_windows import errors_by_part, keep, observing, row
+from scripts.engine_windows import errors_by_part, keep, observing
 from scripts.forecast_errors import forecast_errors, forecast_requests, predicted_and_actual
-from scripts.report import machine
+from scripts.report import machine, row
 from services.cluster.child import Child
 from services.http.origin import Origin, origin_of
 from services.load.request_format import RequestFormat

@@ -26,7 +26,7 @@ from length_tagger import TAGGERS
 from length_tagger.estimate import LengthOutcome, Query
 from length_tagger.keys import prompt_keys
 from length_tagger.settings import TaggerSettings
-from scripts.report import report
+from scripts.report import report, row
 from services.tagger_server.batches import Batched, Batches
 from services.tagger_server.settings import EncoderSettings
 
@@ -138,11 +138,6 @@ async def offer(batches: Any, queries: Sequence[Query], rate: float) -> list[flo
             await asyncio.sleep(rng.expovariate(rate))
             tasks.create_task(ask(query))
     return waits
-
-
-def row(name: str, value: float, unit: str, num: int) -> dict[str, Any]:
-    """Return one result."""
-    return {"name": name, "value": value, "unit": unit, "n": num}
 
 
 if __name__ == "__main__":

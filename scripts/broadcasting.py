@@ -14,7 +14,7 @@ import numpy as np
 
 from protos.block.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc
 from scripts.cpu_engines import MODEL, WITHIN_S
-from scripts.engine_windows import row
+from scripts.report import row
 from services.http.origin import origin_of
 from services.load.request_format import RequestFormat, body_of
 from services.load.running import LoadLimits, LoadSender

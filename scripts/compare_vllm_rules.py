@@ -155,8 +155,8 @@ def texts(
     control_pairs = [(answer, one[name]) for name, answer in control.items()]
     shares = {
         "same_text": [first.tokens == second.tokens for first, second in pairs],
-        "same_choices": [make_same_choices(first.choices, second.choices) for first, second in pairs],
-        "control_same_choices": [make_same_choices(first.choices, second.choices) for first, second in control_pairs],
+        "same_choices": [choose_alike(first.choices, second.choices) for first, second in pairs],
+        "control_same_choices": [choose_alike(first.choices, second.choices) for first, second in control_pairs],
     }
     return [
         {"name": name, "value": statistics.mean(same), "unit": "fraction", "n": len(same)}
@@ -164,7 +164,7 @@ def texts(
     ]
 
 
-def make_same_choices(one: Sequence[Choice], other: Sequence[Choice]) -> bool:
+def choose_alike(one: Sequence[Choice], other: Sequence[Choice]) -> bool:
     """Return whether two texts are equal, or equal until both engines find two tokens about equally likely."""
     for first, second in zip(one, other, strict=False):
         if first.token != second.token:

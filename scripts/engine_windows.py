@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from predictor.profile import Profile
+from scripts.report import row
 from services.observing.state_file import StateFileObservation
 from services.observing.window_writing import write_window
 from simulator.accuracy.online_correction import corrected
@@ -96,8 +97,3 @@ def errors_by_part(windows: Mapping[str, ObservedWindow]) -> list[dict[str, Any]
             rows.append(row(f"{part}.{name}_error.median", float(np.median(np.abs(errors))), "ratio", len(errors)))
             rows.append(row(f"{part}.{name}_error.bias", float(np.median(errors)), "ratio", len(errors)))
     return rows
-
-
-def row(name: str, value: float, unit: str, n: int) -> dict[str, Any]:
-    """Return one result."""
-    return {"name": name, "value": value, "unit": unit, "n": n}

@@ -34,7 +34,7 @@ from predictor.fitting.model_config import model_shape
 from predictor.fitting.regression import predict
 from predictor.fitting.roofline import Roofline, RooflineConstants
 from predictor.profile import EstimateError
-from scripts.report import report
+from scripts.report import report, row
 from simulator.published_benchmarks import MODELS, POINTS, Benchmark, naive_s, predicted_s, read_benchmarks
 from simulator.reference_data import data_folder
 
@@ -204,9 +204,9 @@ def errors_by_group(fit: Fit) -> list[dict[str, Any]]:
     """Return the errors of all rows by engine, model and GPU, beside those of the naive formula."""
     rows, results = fit.rows, []
     errors = np.exp(fit.predicted) / fit.measured - 1
-    naive = np.array([naive_s(row) for row in rows]) / fit.measured - 1
-    for group in sorted({(row.engine, row.model, row.gpu, row.precision or "bf16") for row in rows}):
-        chosen = where(rows, lambda row: (row.engine, row.model, row.gpu, row.precision or "bf16") == group)  # noqa: B023
+    naive = np.array([naive_s(one) for one in rows]) / fit.measured - 1
+    for group in sorted({(one.engine, one.model, one.gpu, one.precision or "bf16") for one in rows}):
+        chosen = where(rows, lambda one: (one.engine, one.model, one.gpu, one.precision or "bf16") == group)  # noqa: B023
         results += _results("fitted." + ".".join(group), errors[chosen])
         results += _results("naive." + ".".join(group), naive[chosen])
     ours = where(rows, lambda row: row.engine == "vllm")
@@ -223,7 +223,7 @@ def errors_of_kernels(fit: Fit) -> list[dict[str, Any]]:
         predicted = predict(Roofline(model=model, gpu=GPUS[gpu], constants=constants).step_time(), steps)
         errors = predicted / steps.seconds - 1
         for figure, value in figures_of(errors):
-            results.append(_row(f"kernels.{gpu}.step_error.{figure}", value, "ratio", len(errors)))
+            results.append(row(f"kernels.{gpu}.step_error.{figure}", value, "ratio", len(errors)))
     return results
 
 
@@ -278,12 +278,8 @@ def _results(name: str, errors: Array) -> list[dict[str, Any]]:
     found = []
     for column, metric in enumerate(METRICS):
         for figure, value in figures_of(errors[:, column]):
-            found.append(_row(f"{name}.{metric}_error.{figure}", value, "ratio", len(errors)))
+            found.append(row(f"{name}.{metric}_error.{figure}", value, "ratio", len(errors)))
     return found
-
-
-def _row(name: str, value: float, unit: str, count: int) -> dict[str, Any]:
-    return {"name": name, "value": value, "unit": unit, "n": count}
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from scripts.engine_windows import row
+from scripts.report import row
 from simulator.load_report import RequestResult
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import platform
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 
 def machine() -> dict[str, object]:
@@ -15,6 +16,11 @@ def machine() -> dict[str, object]:
         "cores": os.cpu_count(),
         "python": platform.python_version(),
     }
+
+
+def row(name: str, value: float, unit: str, n: int) -> dict[str, Any]:
+    """Return one result."""
+    return {"name": name, "value": float(value), "unit": unit, "n": n}
 
 
 def report(bench: str, results: Sequence[Mapping[str, object]], *, as_json: bool, **more: object) -> None:

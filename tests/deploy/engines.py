@@ -7,7 +7,6 @@ import math
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from predictor.profile import FITTED, Profile, SuggestedEngine, ValidRange
 from predictor.step_time import Curve, StepTime
 from tests.conformance.vllm_side import interpreter, older_interpreter
 from tests.ports import free_port
+from tests.services.waiting import wait_until
 
 START_S = 420.0  # on a slow machine; a fast one takes forty seconds
 STOP_S = 60.0
@@ -231,18 +231,22 @@ class Engine:
         """Start it, with another vLLM if an interpreter is given; it serves after about half a minute."""
         with self._log.open("a") as lines:
             self._process = subprocess.Popen(
-                ((python or interpreter()).parent / "vllm", *self._arguments), stdin=subprocess.DEVNULL, stdout=lines, stderr=subprocess.STDOUT,
-                start_new_session=True, env=engine_environment(self.state),
+                ((python or interpreter()).parent / "vllm", *self._arguments), stdin=subprocess.DEVNULL, stdout=lines,
+                stderr=subprocess.STDOUT, start_new_session=True, env=engine_environment(self.state),
             )  # fmt: skip
 
     def until(self, holds: Callable[[], bool], patience_s: float) -> None:
-        """Wait until a condition holds."""
-        deadline_s = time.monotonic() + patience_s
-        while not holds():
+        """Wait until a condition holds, while the process runs."""
+
+        def is_so() -> bool:
             assert self._process is not None
-            assert self._process.poll() is None, self._log.read_text()[-4000:]
-            assert time.monotonic() < deadline_s, self._log.read_text()[-4000:]
-            time.sleep(0.02)
+            assert self._process.poll() is None, self._last_lines()
+            return holds()
+
+        wait_until(is_so, patience_s, self._last_lines)
+
+    def _last_lines(self) -> str:
+        return self._log.read_text()[-4000:]
 
     def is_healthy(self) -> bool:
         """Ask it."""

@@ -126,7 +126,7 @@ class Scraped:
         child = cluster.children[name]
         if not child.serves:
             return
-        if name == "prefill-0":  # its legs are short: without a stop, hardly ever one is interrupted
+        if name == "prefill-0":  # prefill legs are short: stopped first, it has one in progress when it is killed
             os.kill(child.pid, signal.SIGSTOP)
             asyncio.get_running_loop().call_later(STOPPED_S, kill_child, child.pid)
         else:

@@ -60,15 +60,15 @@ def test_every_locked_package_has_its_licence_listed() -> None:
 
 
 @pytest.mark.slow
-def test_the_page_of_licences_is_what_the_metadata_say() -> None:
-    """Written again, it is the same."""
+def test_the_page_of_licences_is_up_to_date() -> None:
+    """The generator would not change it."""
     command = [sys.executable, "scripts/generate_licences.py", "--check"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
 def test_the_licence_of_a_locked_version_stays_where_another_one_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The page is for the image, and must not change with what is installed here."""
+    """The page describes the image, whichever versions are installed where it is generated."""
     name, package = next(iter(sorted(locked_in(LOCK.read_text()).items())))
     listed = f"| {name} | {package.version} | Licence of the image's |\n"
     monkeypatch.setattr(generate_licences, "distribution", lambda _: SimpleNamespace(version="0", metadata=Message()))

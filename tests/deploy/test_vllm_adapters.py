@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import statistics
 from collections.abc import Iterator
 from contextlib import suppress
 
@@ -13,12 +12,10 @@ from predictor.approximations import LEARNT_ADAPTER_TIME, UNKNOWN_ADAPTER_TIME
 from predictor.request import RequestFacts, adapter_number
 from services.engine_state.snapshot import config_of, snapshot_from_view
 from services.engine_state.view import UnreadableError
-from services.predictor_server.exported import ExportedEngine
-from services.predictor_server.sidecar import to_wall_clock
 from tests.deploy.engines import MODEL, PROFILE, lora_adapter, need_vllm, random_weights, tiny_model
 from tests.deploy.fleet import READY, Fleet, fleet
+from tests.deploy.forecasting import forecasting
 from tests.services.cluster.living import until
-from tests.services.predictor_server.running_mirrors import forecast_by
 from tests.services.predictor_server.running_sidecars import request
 
 pytestmark = pytest.mark.vllm
@@ -27,7 +24,6 @@ NAME = "fcfs"
 ADAPTERS = ("sql", "chat", "code", "law", "poem")
 MAX_LORAS, MAX_CPU_LORAS = 2, 4  # so that five adapters used in turn are loaded from disk each time
 STORY = "Once upon a time there was a scheduler that knew what it was doing. "
-MOST_ERROR = 0.5  # of the median forecast, on a machine that other tests share
 
 
 @pytest.fixture(scope="module")
@@ -116,26 +112,19 @@ def test_a_step_has_as_many_adapters_as_there_are_slots(one: Fleet) -> None:
 
 def test_its_requests_are_forecast(one: Fleet) -> None:
     """At the pace of the engine's own steps and with the time of its loads, which a new sidecar learns."""
-    errors: list[float] = []
+    engine = one.engines[NAME]
 
     async def test() -> None:
-        engine = one.engines[NAME]
-        sidecar = ExportedEngine(str(engine.state), PROFILE, "conditional_median", 60.0)
         for number in range(4 * len(ADAPTERS)):
             adapter, prompt, answer = ADAPTERS[number % len(ADAPTERS)], 40 + 37 * number % 300, 20 + 13 * number % 40
             candidate = RequestFacts(
                 request_id=f"f{number}", prompt_tokens=prompt, output_tokens=answer, adapter=adapter
             )
-            forecast = to_wall_clock(forecast_by(sidecar, candidate), 1.0, PROFILE.transit)
-            started_s = asyncio.get_running_loop().time()
-            reply = await engine.complete(f"{number}{STORY * 10}"[:prompt], answer, f"f{number}", model=adapter)
-            real_s = asyncio.get_running_loop().time() - started_s
+            sending = engine.complete(f"{number}{STORY * 10}"[:prompt], answer, f"f{number}", model=adapter)
+            reply = await compared.compare(candidate, sending)
             assert (reply["model"], reply["usage"]["completion_tokens"]) == (adapter, answer)
-            if number >= len(ADAPTERS):
-                errors.append(abs(forecast.e2e_s - real_s) / real_s)
-        head = sidecar.refresh().engine.state.engine[0]
-        assert head.lora_load_s > 0
-        sidecar.close()
+        assert compared.sidecar.refresh().engine.state.engine[0].lora_load_s > 0
+        compared.require_accuracy(learnt_from=len(ADAPTERS))
 
-    one.run(test())
-    assert statistics.median(errors) < MOST_ERROR, errors
+    with forecasting(engine, PROFILE) as compared:
+        one.run(test())

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
-import statistics
 import struct
 import zlib
 from collections.abc import Iterator
@@ -16,18 +14,15 @@ from predictor.approximations import ENCODER_TIME, OTHER_MEDIA
 from predictor.request import EncoderInput, RequestFacts
 from protos.block.v1 import common_pb2
 from services.engine_state.snapshot import config_of
-from services.predictor_server.exported import ExportedEngine
-from services.predictor_server.sidecar import to_wall_clock
 from tests.deploy.engines import IMAGE_TOKENS, LONGEST, MODEL, PROFILE, need_vllm, tiny_vision_model
 from tests.deploy.fleet import READY, Fleet, fleet
-from tests.services.predictor_server.running_mirrors import forecast_by
+from tests.deploy.forecasting import forecasting
 from tests.services.predictor_server.running_sidecars import request
 
 pytestmark = pytest.mark.vllm
 
 NAME = "fcfs"
 QUESTION = "What is this?"
-MOST_ERROR = 0.5  # of the median forecast, on a machine that other tests share
 
 
 @pytest.fixture(scope="module")
@@ -108,11 +103,8 @@ def test_a_conversation_with_an_image_is_placed(one: Fleet) -> None:
 
 def test_its_requests_are_forecast(one: Fleet) -> None:
     """At the pace of the engine's own steps, which a new sidecar learns together with the encoder's time."""
-    errors: list[float] = []
 
     async def test() -> None:
-        engine = one.engines[NAME]
-        sidecar = ExportedEngine(str(engine.state), PROFILE, "conditional_median", 60.0)
         for number in range(16):
             text, answer = "x" * (20 + 29 * number % 200), 20 + 13 * number % 40
             prompt = IMAGE_TOKENS + len(f"user:\n{text};assistant:")
@@ -121,14 +113,9 @@ def test_its_requests_are_forecast(one: Fleet) -> None:
             candidate = RequestFacts(
                 request_id=f"f{number}", prompt_tokens=prompt, output_tokens=answer, encoder_inputs=(image,)
             )
-            forecast = to_wall_clock(forecast_by(sidecar, candidate), 1.0, PROFILE.transit)
-            started_s = asyncio.get_running_loop().time()
-            reply, _ = await answered(one, asking(number, text), answer, f"f{number}")
-            real_s = asyncio.get_running_loop().time() - started_s
+            reply, _ = await compared.compare(candidate, answered(one, asking(number, text), answer, f"f{number}"))
             assert reply.usage.completion_tokens == answer
-            if number >= 4:
-                errors.append(abs(forecast.e2e_s - real_s) / real_s)
-        sidecar.close()
+        compared.require_accuracy(learnt_from=4)
 
-    one.run(test())
-    assert statistics.median(errors) < MOST_ERROR, errors
+    with forecasting(one.engines[NAME], PROFILE) as compared:
+        one.run(test())

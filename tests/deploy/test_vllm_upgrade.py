@@ -24,26 +24,30 @@ pytestmark = pytest.mark.vllm
 UPGRADED, OTHER = POLICIES
 NUM_CLIENTS, ANSWER_TOKENS = 2, 80
 LIMIT_S = 2 * START_S
-DRAIN_S = 1.0  # then the streams that are left move
-ENDINGS = "abcdefgh"  # of prompts: the text depends on the last token alone
+DRAIN_S = 1.0  # after which the remaining streams continue on the other engine
+ENDINGS = "abcdefgh"  # last tokens of prompts, on which alone the greedy text depends
 STORY = "Once upon a time there was an engine of an old version. "
 
 
 @dataclass(slots=True, kw_only=True)
 class Load:
-    """The requests so far, in the order in which they ended, each with the number of requests sent before it."""
+    """Requests by their numbers, in the order of sending, and the outcomes of those that have ended."""
 
     placed: list[tuple[int, Placed]] = field(default_factory=list)
     num_sent: int = 0
 
-    def num_served(self, instance: str, since: int) -> int:
-        """Count the answers by an instance after the first ones."""
-        return sum(one.instance == instance for _, one in self.placed[since:])
+    def since(self, first: int) -> list[Placed]:
+        """Return the outcomes of the request with this number and of later ones."""
+        return [one for number, one in self.placed if number >= first]
+
+    def num_served(self, instance: str, first: int) -> int:
+        """Count the requests from this number on that an instance has served."""
+        return sum(one.instance == instance for one in self.since(first))
 
 
 @pytest.fixture(scope="module")
 def old(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    """Two engines of the older version; their greedy text repeats itself, so that each lost or doubled token shows."""
+    """Two engines of the older version, whose greedy text shows each lost or repeated token."""
     need_vllm()
     need_older_vllm()
     folder = tmp_path_factory.mktemp("fleet")
@@ -59,7 +63,7 @@ def ending_of(number: int) -> str:
 
 @asynccontextmanager
 async def loaded(old: Fleet) -> AsyncIterator[Load]:
-    """Stream answers all the time while the block runs; at its end all requests have ended."""
+    """Send requests without a pause within a context; all have ended when it exits."""
     load, stopping = Load(), asyncio.Event()
 
     async def one_after_the_other() -> None:
@@ -77,7 +81,7 @@ async def loaded(old: Fleet) -> AsyncIterator[Load]:
             stopping.set()
 
 
-async def order(old: Fleet, *words: str) -> None:
+async def run_command(old: Fleet, *words: str) -> None:
     """Run a command of `block` for operators."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "services.cli", *words, "--operator", old.operator,
@@ -87,8 +91,8 @@ async def order(old: Fleet, *words: str) -> None:
     assert process.returncode == 0, output.decode()
 
 
-async def has_version(old: Fleet, name: str, expected: str) -> None:
-    """Require that an engine shows this version, and that it is forecast by its very rules."""
+async def require_version(old: Fleet, name: str, expected: str) -> None:
+    """Require that an engine exports this version, and that forecasts use the rules of this version."""
     await old.until(name, lambda response: response.state == READY)
     with old.state_of(name) as reader:
         assert config_of(reader.read()).vllm_version == expected
@@ -99,14 +103,11 @@ async def has_version(old: Fleet, name: str, expected: str) -> None:
 
 
 def test_an_engine_is_upgraded_under_load(old: Fleet) -> None:
-    """It is drained, stopped, started with the newer version, and used again; no client notices."""
+    """It is drained, stopped, started with the newer version, and serves again; no request fails or loses a token."""
 
     async def all_serve(load: Load) -> None:
-        since = len(load.placed)
-        await until(lambda: all(load.num_served(name, since) >= NUM_CLIENTS for name in POLICIES), 2 * PATIENCE_S)
-
-    def by_forecast(load: Load, first: int) -> list[Placed]:
-        return [one for number, one in load.placed if number >= first]
+        first = load.num_sent
+        await until(lambda: all(load.num_served(name, first) >= NUM_CLIENTS for name in POLICIES), 2 * PATIENCE_S)
 
     async def test() -> None:
         before, after = version(older_interpreter()), version()
@@ -114,29 +115,31 @@ def test_an_engine_is_upgraded_under_load(old: Fleet) -> None:
         engine = old.engines[UPGRADED]
         await old.use("round_robin")
         for name in POLICIES:
-            await has_version(old, name, before)
+            await require_version(old, name, before)
         expected = {ending: (await old.stream(f"{STORY}{ending}", ANSWER_TOKENS)).text for ending in ENDINGS}
         assert len({*expected.values()}) == len(ENDINGS)
         async with loaded(old) as load:
             await all_serve(load)
-            await order(old, "drain", UPGRADED, "--deadline-s", str(DRAIN_S), "--wait", "--wait-s", str(PATIENCE_S))
+            await run_command(
+                old, "drain", UPGRADED, "--deadline-s", str(DRAIN_S), "--wait", "--wait-s", str(PATIENCE_S)
+            )
             await asyncio.to_thread(engine.terminate)
             await until(lambda: not engine.state.exists())
-            stopped = len(load.placed) + NUM_CLIENTS  # those under way may have begun there
+            first_without = load.num_sent  # earlier requests may have started there
             engine.start(python=None)
             await asyncio.to_thread(engine.until, engine.is_healthy, START_S)
-            await has_version(old, UPGRADED, after)
-            assert load.num_served(UPGRADED, stopped) == 0
-            assert load.num_served(OTHER, stopped) > 0
-            await order(old, "undrain", UPGRADED)
+            await require_version(old, UPGRADED, after)
+            assert load.num_served(UPGRADED, first_without) == 0
+            assert load.num_served(OTHER, first_without) > 0
+            await run_command(old, "undrain", UPGRADED)
             await all_serve(load)
-            await has_version(old, UPGRADED, after)
-            await has_version(old, OTHER, before)
+            await require_version(old, UPGRADED, after)
+            await require_version(old, OTHER, before)
             await old.use("block")
             first = load.num_sent
-            await until(lambda: len(by_forecast(load, first)) >= NUM_CLIENTS, 2 * PATIENCE_S)
+            await until(lambda: len(load.since(first)) >= NUM_CLIENTS, 2 * PATIENCE_S)
         assert [(one.failure, one.num_tokens) for _, one in load.placed] == [(None, ANSWER_TOKENS)] * load.num_sent
         assert [one.text for _, one in load.placed] == [expected[ending_of(number)] for number, _ in load.placed]
-        assert all(one.predicted_e2e_ms > 0 for one in by_forecast(load, first))
+        assert all(one.predicted_e2e_ms > 0 for one in load.since(first))
 
     old.run(test(), LIMIT_S)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import statistics
 from collections.abc import Iterator
 
 import pytest
@@ -14,20 +13,17 @@ from predictor.profile import Profile, profile_from_json, profile_to_json
 from predictor.request import RequestFacts
 from predictor.vllm_versions import rules_for
 from services.engine_state.snapshot import config_of
-from services.predictor_server.exported import ExportedEngine
-from services.predictor_server.sidecar import to_wall_clock
 from services.profiling.measure_command import MeasureOptions, measured_profile
 from tests.conformance.vllm_side import version
 from tests.deploy.engines import NUM_BLOCKS, NUM_SEATS, need_vllm
 from tests.deploy.fleet import READY, Fleet, fleet
-from tests.services.predictor_server.running_mirrors import forecast_by
+from tests.deploy.forecasting import forecasting
 
 pytestmark = pytest.mark.vllm
 
 NAME = "fcfs"
 BUDGET_S = 60.0
 STORY = "Once upon a time there was a scheduler that knew what it was doing. "
-MOST_ERROR = 0.5  # of the median forecast, on a machine that other tests share
 
 
 @pytest.fixture(scope="module")
@@ -79,23 +75,18 @@ def test_it_can_be_measured(measured: tuple[Profile, EngineMeasurement]) -> None
 
 def test_its_requests_are_forecast(one: Fleet, measured: tuple[Profile, EngineMeasurement]) -> None:
     """By the profile that was measured, from the state that it exports."""
-    (profile, _), errors = measured, []
+    (profile, _), engine = measured, one.engines[NAME]
 
     async def test() -> None:
-        engine = one.engines[NAME]
-        sidecar = ExportedEngine(str(engine.state), profile, "conditional_median", 60.0)
         for number, (prompt, answer) in enumerate([(40, 60), (300, 20), (120, 40), (500, 60), (20, 80)]):
             candidate = RequestFacts(request_id=f"f{number}", prompt_tokens=prompt, output_tokens=answer)
-            forecast = to_wall_clock(forecast_by(sidecar, candidate), 1.0, profile.transit)
-            started_s = asyncio.get_running_loop().time()
-            reply = await engine.complete(f"{number}{STORY * 10}"[:prompt], answer, f"f{number}")
-            real_s = asyncio.get_running_loop().time() - started_s
+            sending = engine.complete(f"{number}{STORY * 10}"[:prompt], answer, f"f{number}")
+            reply = await compared.compare(candidate, sending)
             assert reply["usage"]["completion_tokens"] == answer
-            errors.append(abs(forecast.e2e_s - real_s) / real_s)
-        sidecar.close()
+        compared.require_accuracy()
 
-    one.run(test())
-    assert statistics.median(errors) < MOST_ERROR, errors
+    with forecasting(engine, profile) as compared:
+        one.run(test())
 
 
 def test_requests_are_placed_on_it(one: Fleet) -> None:

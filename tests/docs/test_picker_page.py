@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from scripts.envoy import ENVOY
 from tests.docs.pages import FENCE, ROOT
 from tests.docs.test_runnable_commands import BASH, PATIENCE_S, environment
 from tests.ports import free_port
+from tests.services.waiting import wait_until
 
 PAGE = ROOT / "docs" / "picker.md"
 MARK = "<!-- run with envoy -->\n"
@@ -44,18 +44,20 @@ def test_a_request_goes_through_envoy(tmp_path: Path) -> None:
     start = start.replace("deploy/envoy/override_host.yaml", str(tmp_path / "envoy.yaml"))
     start = start.replace(" -c ", " --use-dynamic-base-id -c ")
     log = tmp_path / "log"
+    replies: list[str] = []
+
+    def is_answered() -> bool:
+        asked = subprocess.run([BASH, "-c", ask], capture_output=True, text=True, check=False, cwd=tmp_path)
+        replies.append(asked.stdout)
+        return "200 OK" in asked.stdout and "x-block-instance" in asked.stdout
+
     with log.open("w") as output:
         process = subprocess.Popen(
             [BASH, "-c", f"trap 'kill $(jobs -p); wait' TERM\n{start}\nwait"], cwd=tmp_path, stdout=output,
             stderr=output, env=environment(folder_with_block(tmp_path)),
         )  # fmt: skip
         try:
-            deadline_s, reply = time.monotonic() + PATIENCE_S, ""
-            while not ("200 OK" in reply and "x-block-instance" in reply):
-                assert time.monotonic() < deadline_s, f"{reply}\n{log.read_text()[-3000:]}"
-                time.sleep(0.2)
-                asked = subprocess.run([BASH, "-c", ask], capture_output=True, text=True, check=False, cwd=tmp_path)
-                reply = asked.stdout
+            wait_until(is_answered, PATIENCE_S, lambda: f"{replies[-1]}\n{log.read_text()[-3000:]}")
         finally:
             process.terminate()
             process.wait(PATIENCE_S)

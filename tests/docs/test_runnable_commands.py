@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ import pytest
 
 from tests.docs.pages import IDS, PAGES, ROOT, blocks_of
 from tests.ports import free_port
-from tests.services.waiting import PATIENT_SERVERS
+from tests.services.waiting import PATIENT_SERVERS, wait_until
 
 RUNNABLE = [(page, name) for page, name in zip(PAGES, IDS, strict=True) if any(one.run for one in blocks_of(page))]
 PATIENCE_S = 300.0  # a busy machine; usually a few seconds
@@ -75,16 +74,19 @@ def server(text: str, folder: Path, port: int) -> Iterator[None]:
 
 def wait_until_ready(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
     """Ask /ready until it answers 200."""
-    deadline_s = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline_s:
-        assert process.poll() is None, log.read_text()[-2000:]
+
+    def last_lines() -> str:
+        return log.read_text()[-2000:]
+
+    def is_ready() -> bool:
+        assert process.poll() is None, last_lines()
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=5) as reply:
-                if reply.status == 200:
-                    return
+                return bool(reply.status == 200)
         except OSError:
-            time.sleep(0.1)
-    raise AssertionError(f"not ready: {log.read_text()[-2000:]}")
+            return False
+
+    wait_until(is_ready, PATIENCE_S, last_lines)
 
 
 def run(text: str, folder: Path) -> None:

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +11,9 @@ from hypothesis import Phase, given, settings
 
 from predictor.batching import BATCHERS
 from tests.interpreted import run
+from tests.python_process import run_python
 from tests.strategies import Load, examples, loads
 
-ROOT = Path(__file__).parents[2]
 CLOSE = 1e-9
 LOADS_EACH = 8
 
@@ -38,17 +34,9 @@ def drawn(batcher: str, count: int) -> list[Load]:
 def test_interpreted_kernels_stay_within_their_arrays_and_do_the_same() -> None:
     """Runs, forecasts and snapshots are equal; interpreted arrays refuse indices that compiled code accepts."""
     workloads = [load for batcher in BATCHERS for load in drawn(batcher, LOADS_EACH)]
-    interpreted = subprocess.run(
-        [sys.executable, "-m", "tests.interpreted"],
-        cwd=ROOT,
-        env={**os.environ, "NUMBA_DISABLE_JIT": "1", "PYTHONWARNINGS": "error"},
-        input="".join(json.dumps(asdict(load)) + "\n" for load in workloads),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert interpreted.returncode == 0, interpreted.stderr[-3000:]
-    answers = [json.loads(line) for line in interpreted.stdout.splitlines()]
+    lines = "".join(json.dumps(asdict(load)) + "\n" for load in workloads)
+    output = run_python("-m", "tests.interpreted", interpreted=True, text=lines, PYTHONWARNINGS="error")
+    answers = [json.loads(line) for line in output.splitlines()]
     for load, theirs in zip(workloads, answers, strict=True):
         ours: dict[str, Any] = json.loads(json.dumps(run(load)))
         assert ours["counts"] == theirs["counts"]

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +13,7 @@ from numba.core.errors import TypingError
 
 from predictor.compiled import inner_kernel
 from predictor.kernel_addresses import by_address
+from tests.python_process import run_python
 
 NUMBERS = types.Array(types.float64, 1, "C")
 
@@ -120,9 +118,5 @@ def test_a_caller_from_the_cache_finds_the_kernel(tmp_path: Path) -> None:
     """Addresses differ between processes; the cached code of the caller has none."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": str(Path.cwd())}
-    runs = [
-        subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=True)
-        for _ in range(2)
-    ]
-    assert [run.stdout.split() for run in runs] == [["0", "0"], ["1", "1"]]
+    outputs = [run_python(str(script), NUMBA_CACHE_DIR=str(tmp_path / "cache")) for _ in range(2)]
+    assert [output.split() for output in outputs] == [["0", "0"], ["1", "1"]]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.python_process import run_python
 
 SCRIPT = """
 import sys
@@ -34,7 +34,4 @@ print(before, compiled())
 
 def test_a_replica_of_an_exported_state_needs_no_further_kernels(tmp_path: Path) -> None:
     """Otherwise a sidecar would compile for ten seconds when its engine starts."""
-    run = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tmp_path)], capture_output=True, text=True, check=True, cwd=Path.cwd()
-    )
-    assert run.stdout.split("\n")[-2] == "[1, 1, 1, 1] [1, 1, 1, 1]"
+    assert run_python("-c", SCRIPT, str(tmp_path)).split("\n")[-2] == "[1, 1, 1, 1] [1, 1, 1, 1]"

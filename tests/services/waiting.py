@@ -39,6 +39,18 @@ async def bound(bind: Callable[[], Awaitable[T]] | Callable[[], T], within_s: fl
         await asyncio.sleep(0.1)
 
 
+def wait_until(
+    condition: Callable[[], object],
+    within_s: float = PATIENCE_S,
+    what: str | Callable[[], str] = "the condition of the test",
+) -> None:
+    """Check a condition repeatedly until it is true, in a test without an event loop."""
+    deadline_s = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline_s, f"timed out: {what if isinstance(what, str) else what()}"
+        time.sleep(0.02)
+
+
 async def until(
     condition: Callable[[], bool] | Callable[[], Awaitable[bool]],
     within_s: float = PATIENCE_S,

@@ -134,7 +134,7 @@ def test_retry_after_is_about_right() -> None:
 
 @pytest.mark.slow
 def test_several_schedulers_share_a_load() -> None:
-    """Each has queues of its own: nobody is lost, and those that are admitted attain as much."""
+    """Each has queues of its own: no request is lost, and those that are admitted attain as much."""
     attained = {}
     for num_schedulers in (1, 8):
         result = run(cluster(MIX, 900, num_instances=4, num_schedulers=num_schedulers), 2 * CAPACITY * 1.2)

@@ -1,4 +1,4 @@
-"""Forecasts that end when it is known which deadlines are kept say what those say that are simulated to the end."""
+"""Forecasts that end as soon as it is known which deadlines are kept agree with forecasts simulated to the end."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MIX = [{**one, "share": 3} for one in (CHAT, AGENT, BATCH)]
 
 
 class Verdicts:
-    """Makes every forecast to the end, and in both other ways, and compares what they say; counts what was seen."""
+    """Repeat every forecast with each rule for its end, compare the results, and count the cases."""
 
     def __init__(self, forecast: Callable[..., None]) -> None:
         """Compare the results of this function."""

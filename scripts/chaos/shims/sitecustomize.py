@@ -1,7 +1,7 @@
-"""Python imports this first in processes under libfaketime, which are not this package's.
+"""Replace `time.sleep` in processes under libfaketime, whose `PYTHONPATH` has this folder.
 
-Python sleeps until a moment of the monotonic clock (`clock_nanosleep`). With FAKETIME_DONT_FAKE_MONOTONIC, libfaketime
-0.9.10 refuses that: `time.sleep` raises "Invalid argument".
+Python sleeps until a time of the monotonic clock (`clock_nanosleep`). libfaketime 0.9.10 refuses that with
+FAKETIME_DONT_FAKE_MONOTONIC: `time.sleep` raises "Invalid argument".
 """
 
 import select
@@ -9,7 +9,7 @@ import time
 
 
 def sleep(seconds: float) -> None:
-    """Wait by another system call."""
+    """Wait by `select`."""
     select.select((), (), (), seconds)
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -32,6 +29,7 @@ from predictor.mirror.unknown_requests import NUM_SCRAPES
 from predictor.request import RequestFacts
 from predictor.reserved_requests import ReportedLengths
 from tests.predictor.mirror.tracked_engine import A30, RECORDS
+from tests.python_process import run_python
 
 START_S = 100.0
 ENGINE = {"num_gpu_blocks": 257, "max_model_len": 1024, "enable_prefix_caching": False}
@@ -315,7 +313,4 @@ def test_without_a_connector_a_leg_is_a_whole_request() -> None:
 def test_a_mirror_runs_with_interpreted_kernels() -> None:
     """For a debugger."""
     name = test_a_request_is_followed_from_arrival_to_end.__name__
-    code = f"from {__name__} import {name}; {name}()"
-    environment = {**os.environ, "NUMBA_DISABLE_JIT": "1"}
-    made = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
-    assert made.returncode == 0, made.stderr[-3000:]
+    run_python("-c", f"from {__name__} import {name}; {name}()", interpreted=True)

@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import time
 from pathlib import Path
 
 import httpx
@@ -14,6 +13,7 @@ import pytest
 
 from services.cluster import Cluster, ClusterSettings, running
 from services.cluster.settings import settings_from_file
+from tests.services.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("cluster")]  # one at a time: each starts a dozen processes
 
@@ -71,10 +71,7 @@ def test_requests_are_placed_by_forecasts_of_mirrored_engines(tmp_path: Path) ->
         child = cluster.children["predictor-0"]
         before = child.proxy_port
         os.kill(child.pid, signal.SIGKILL)
-        deadline_s = time.monotonic() + PATIENCE_S
-        while not (child.num_restarts and child.serves):
-            assert time.monotonic() < deadline_s
-            await asyncio.sleep(0.05)
+        await until(lambda: bool(child.num_restarts and child.serves))
         assert child.proxy_port == before
         assert (await client.get(f"http://127.0.0.1:{before}/version")).status_code == 200
 

@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,7 +15,7 @@ import httpx
 import pytest
 
 from tests.services.cli.running import refusal
-from tests.services.waiting import PATIENCE_S
+from tests.services.waiting import PATIENCE_S, wait_until
 
 pytestmark = pytest.mark.xdist_group("cluster")  # one at a time: each starts a dozen processes
 
@@ -80,10 +79,7 @@ def is_there(pid: int) -> bool:
 def expect_gone(pids: list[int]) -> None:
     """Wait until none of these processes runs."""
     assert pids
-    deadline_s = time.monotonic() + PATIENCE_S
-    while any(is_there(pid) for pid in pids):
-        assert time.monotonic() < deadline_s, "still there"
-        time.sleep(0.02)
+    wait_until(lambda: not any(is_there(pid) for pid in pids), what="the processes are still there")
 
 
 def test_a_cluster_from_a_file_serves_until_ctrl_c(tmp_path: Path) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -22,6 +21,7 @@ from services.engine_state import layout
 from services.engine_state.reader import Reader
 from services.http.kv_transfer import REMOTE_DECODE
 from tests.services.emulator.running import A30, CONFIG, PATIENCE_S, Emulated, emulated, events, process
+from tests.services.waiting import wait_until
 
 PRODUCER = replace(CONFIG, kv_role="kv_producer", kv_bytes_per_token=131_072)
 CONSUMER = replace(PRODUCER, kv_role="kv_consumer")
@@ -74,13 +74,6 @@ def num_held(engine: Emulated) -> float:
 def fetching(engine: Emulated, stage: str) -> float:
     """Return how many waiting requests are at a stage of their fetch."""
     return engine.metric(f'vllm:num_requests_kv_fetch_by_stage{{stage="{stage}"}}')
-
-
-def wait(holds: Callable[[], object]) -> None:
-    """Wait for a condition that asks a process."""
-    deadline_s = time.monotonic() + PATIENCE_S
-    while not holds():
-        assert time.monotonic() < deadline_s, "the condition did not hold in time"
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -421,11 +414,11 @@ def test_a_prefilling_engine_that_is_killed(policy: str) -> None:
         second = {**body, "kv_transfer_params": first["kv_transfer_params"]}
         under_way = clients.submit(sent, d.url, second)
         fetches = 'vllm:num_requests_kv_fetch_by_stage{[^}]*stage="in_progress"'
-        wait(lambda: re.search(rf"^{fetches}[^}}]*}} 1\.0$", httpx.get(f"{d.url}/metrics").text, re.MULTILINE))
+        wait_until(lambda: re.search(rf"^{fetches}[^}}]*}} 1\.0$", httpx.get(f"{d.url}/metrics").text, re.MULTILINE))
         p.process.kill()
         for reply in (under_way.result(), sent(d.url, second)):
             if policy == "fail":
                 assert (reply.status_code, json.loads(reply.text)["error"]) == (500, FAILED)
             else:
                 assert text_of(reply) == whole
-        wait(lambda: value("vllm:kv_cache_usage_perc") == 0)
+        wait_until(lambda: value("vllm:kv_cache_usage_perc") == 0)

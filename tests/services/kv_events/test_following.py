@@ -31,7 +31,7 @@ from tests.services.emulator.running import Emulated, emulated
 from tests.services.kv_events.lossy import lossy_network
 from tests.services.predictor_server.running_mirrors import MirrorClient, forecast_by, mirror_of
 from tests.services.predictor_server.running_sidecars import NEVER_S, READY, run
-from tests.services.waiting import PATIENCE_S
+from tests.services.waiting import PATIENCE_S, until
 
 CONFIG = EngineConfig(max_num_seqs=8, max_num_batched_tokens=512, num_gpu_blocks=65, max_model_len=512, block_size=16)
 SMALL = {"state_file": "", "speed": 50.0}
@@ -72,14 +72,6 @@ async def following(values: KvEventSettings) -> AsyncIterator[Following]:
     stream, registry = stream_of(values), CollectorRegistry()
     async with subscribed(values, stream, KvEventMetrics(KvEventCollectors(registry), "one", stream)) as subscriber:
         yield Following(stream=stream, subscriber=subscriber, registry=registry)
-
-
-async def until(holds: Any) -> None:
-    """Wait until a condition holds."""
-    deadline_s = time.monotonic() + PATIENCE_S
-    while not holds():
-        assert time.monotonic() < deadline_s, "the condition did not hold in time"
-        await asyncio.sleep(0.01)
 
 
 def cached(engine: Emulated) -> Counter[int]:
@@ -187,7 +179,7 @@ def test_a_mirror_forecasts_hits_exactly_over_a_bad_network(tmp_path: Path) -> N
                 prompt = draw.choice(prompts)[: draw.randint(40, 2000)] if prompts and draw.random() < 0.6 else ""
                 prompt += " ".join(str(draw.randint(0, 10**6)) for _ in range(draw.randint(5, 60)))
                 prompts.append(prompt)
-                await until(lambda: stream.index.serial and stream.counts.applied >= 0 and settled(stream, engine))
+                await until(lambda: stream.index.serial > 0 and stream.counts.applied >= 0 and settled(stream, engine))
                 predicted = mirrored_forecast(client, prompt)
                 reply = await client.complete(prompt=prompt, max_tokens=draw.randint(1, 40), stream=False)
                 usage = reply.json()["usage"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,7 @@ from simulator.accuracy.window_file import read_window
 from tests.services.cli.running import answer, block, refusal
 from tests.services.emulator.running import A30, MODEL, Emulated
 from tests.services.observing.traffic_of_engines import CONFIG, SPEED, engine_at, plan_of, send, sending, sending_on
-from tests.services.waiting import PATIENCE_S
+from tests.services.waiting import PATIENCE_S, wait_until
 
 SIZES = ("max_num_seqs", "max_num_batched_tokens", "num_gpu_blocks", "max_model_len", "block_size")
 FLAGS = ("--max-num-seqs", "16", "--max-num-batched-tokens", "512")
@@ -29,10 +28,7 @@ FLAGS = ("--max-num-seqs", "16", "--max-num-batched-tokens", "512")
 
 def wait_for_traffic(engine: Emulated) -> None:
     """Wait until the engine runs requests."""
-    deadline_s = time.monotonic() + PATIENCE_S
-    while not engine.driver.gauges().num_running:
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
+    wait_until(lambda: engine.driver.gauges().num_running)
 
 
 def observed_under_load(folder: Path, factor: float, num: int = 80) -> ObservedWindow:
@@ -40,9 +36,10 @@ def observed_under_load(folder: Path, factor: float, num: int = 80) -> ObservedW
     with engine_at(folder, factor) as (engine, url), sending(url, plan_of(num)) as load:
         wait_for_traffic(engine)
         observation = StateFileObservation(str(engine.state_file))
+
         try:
             while load.is_alive():
-                time.sleep(0.01)
+                load.join(0.01)
                 observation.poll()
             observation.poll()
             return observation.window(profile=A30)

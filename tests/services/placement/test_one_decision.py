@@ -505,6 +505,7 @@ def test_the_simulator_decides_as_the_reference_does(script: Script) -> None:
 
 
 @mock.patch("scheduler.admission.wait.MAX_PATIENT_S", 1.0)
+@mock.patch("scheduler.admission.wait.MAX_LATE_S", 0.5)
 @examples(60)
 @given(script=promises())
 def test_requests_with_deadlines_are_decided_alike(script: Script) -> None:

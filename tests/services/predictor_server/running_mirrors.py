@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -26,7 +25,7 @@ from services.predictor_server.service import PredictorService
 from services.predictor_server.settings import MirrorSettings, SidecarSettings
 from services.rpc.server import ServerSettings, serving
 from tests.services.predictor_server.running_sidecars import A30, NAME, SidecarClient
-from tests.services.waiting import PATIENCE_S
+from tests.services.waiting import PATIENCE_S, until
 
 ENGINE = {"max_num_seqs": 16, "max_num_batched_tokens": 512, "enable_prefix_caching": False}
 OWN_PATHS = (
@@ -50,10 +49,7 @@ class MirrorClient:
 
     async def until(self, holds: Callable[[], bool]) -> None:
         """Wait until a condition holds."""
-        deadline_s = time.monotonic() + PATIENCE_S
-        while not holds():
-            assert time.monotonic() < deadline_s, "the condition did not hold in time"
-            await asyncio.sleep(0.02)
+        await until(holds)
 
     async def complete(self, **fields: Any) -> httpx.Response:
         """Send a completion request to the proxy."""

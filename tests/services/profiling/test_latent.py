@@ -82,7 +82,7 @@ def test_both_forms_are_the_formulas() -> None:
     ],
 )
 def test_batches_have_a_chunk_and_decodes(batch: AttentionBatch, parts: list[int]) -> None:
-    """Each part returns the values of all its tokens and heads, whichever latents are its turn."""
+    """Each part returns a value for all of its tokens and heads, whichever part of the latents it reads."""
     with torch.inference_mode():
         attention = attention_for(SHARE, CPU, [batch])
         assert isinstance(attention, TorchLatentAttention)

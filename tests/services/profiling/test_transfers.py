@@ -144,7 +144,7 @@ def test_engines_that_cannot_be_measured(prefill: dict[str, Any], decode: dict[s
 
 
 def test_an_engine_that_fetches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It prefills by itself, which would be taken for a slow transfer."""
+    """It computes the prompt itself, and that time is not reported as a transfer."""
     monkeypatch.setattr("services.profiling.transfers.COUNTED_WITHIN_S", 0.1)
     with pytest.raises(ValueError, match="^decode_url: it fetched no blocks"):
         measured(StandIn(), StandIn(fetches=False))

@@ -23,6 +23,7 @@ from services.provisioner_server.journal import Journal, entries
 from services.provisioner_server.lease import FileLease
 from services.provisioner_server.sidecars import Condition
 from tests.services.provisioner_server.acting import DeathError, RecordingHook, dying, failing, leader
+from tests.services.waiting import wait_until
 
 PATIENCE_S = 90.0
 
@@ -291,9 +292,7 @@ def test_a_lease_ends_with_its_process(tmp_path: Path) -> None:
         assert asyncio.run(lease.holder()) == "first"
         process.kill()
         process.wait()
-    deadline_s = time.monotonic() + PATIENCE_S
-    while not asyncio.run(lease.held()):
-        assert time.monotonic() < deadline_s
+    wait_until(lambda: asyncio.run(lease.held()), PATIENCE_S)
     assert asyncio.run(lease.holder()) == "second"
 
 
@@ -330,10 +329,7 @@ def test_a_killed_provisioner_continues_after_a_restart(tmp_path: Path, moment: 
         assert process.wait(PATIENCE_S) == -signal.SIGKILL
     assert states(tmp_path / "kept", "default-1") == ["written"]
     with subprocess.Popen(words, stderr=subprocess.DEVNULL) as process:
-        deadline_s = time.monotonic() + PATIENCE_S
-        while "called" not in states(tmp_path / "kept", "default-1"):
-            assert time.monotonic() < deadline_s
-            time.sleep(0.1)
+        wait_until(lambda: "called" in states(tmp_path / "kept", "default-1"), PATIENCE_S)
         process.terminate()
         assert process.wait(PATIENCE_S) == 0
     assert (tmp_path / "heard").read_text().split() == ["default-1", "default-1"]

@@ -21,7 +21,7 @@ from tests.services.stub_engines import StubEngine, engines
 from tests.services.stub_sidecars import StubSidecar, sidecars
 
 LIMIT_S = 240
-PATIENT = {"sidecar_deadline_s": 30.0, "tagger_deadline_s": 30.0}  # long, for busy machines
+PATIENT = {"sidecar_deadline_s": 30.0, "tagger_deadline_s": 30.0, "reservation_s": 300.0}  # long, for busy machines
 FOR_EVER = {"first_pause_s": 1000.0, "longest_pause_s": 1000.0}
 AT_ONCE = {"first_pause_s": 0.001, "longest_pause_s": 0.002}
 
@@ -137,6 +137,20 @@ async def cluster(
             stub.engine_url, stub.e2e_s = engine.url, 2.0 + 10 * index
         async with scheduler(stubs, **settings) as client:
             yield client, stubs, behind
+
+
+async def until_seen(client: Client, condition: Callable[[dict[str, common_pb2.Indicators]], bool]) -> None:
+    """Wait until the indicators that the scheduler has satisfy a condition."""
+    while True:
+        decision = await client.decide(explain=True, dry_run=True)
+        if condition({one.instance_id: one.indicators for one in decision.candidates}):
+            return
+        await asyncio.sleep(0.005)
+
+
+async def until_reported(client: Client, stubs: Sequence[StubSidecar]) -> None:
+    """Wait until the scheduler has a report of every instance."""
+    await until_seen(client, lambda known: all(known[stub.name].HasField("num_running") for stub in stubs))
 
 
 def statuses(decision: common_pb2.Decision) -> dict[str, str]:

@@ -18,7 +18,7 @@ from services.explanations import in_short, table_of
 from services.placement.decision_log import DecisionLog
 from services.placement.decision_recorder import MAX_PENDING, DecisionRecorder
 from services.placement.metrics import SchedulerMetrics
-from tests.services.scheduler_server.running import STOP, Client, refused, run, scheduler, statuses, until
+from tests.services.scheduler_server.running import STOP, Client, refused, run, scheduler, statuses, until, until_seen
 from tests.services.stub_sidecars import sidecars
 
 
@@ -60,8 +60,7 @@ def test_explanations_include_instances_that_were_not_forecast() -> None:
         async with sidecars(*names) as stubs, scheduler(stubs, policy="jsq") as client:
             for number, stub in enumerate(stubs):
                 stub.update_load(num_running=number + 1)
-            while (await candidates_of(client, await client.decide()))["i11"].indicators.num_running != 12:
-                await asyncio.sleep(0.005)
+            await until_seen(client, lambda known: [known[name].num_running for name in names] == [*range(1, 13)])
             decision = await client.decide()
             stubs[11].update_load(num_running=99)
             before = await candidates_of(client, decision)

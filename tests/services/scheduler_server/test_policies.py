@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 
 import pytest
 
 from protos.block.v1 import common_pb2
-from tests.services.scheduler_server.running import BLIND, FORECAST, Client, refused, run, scheduler, statuses, until
-from tests.services.stub_sidecars import StubSidecar, sidecars
+from tests.services.scheduler_server.running import (
+    BLIND,
+    FORECAST,
+    refused,
+    run,
+    scheduler,
+    statuses,
+    until,
+    until_reported,
+    until_seen,
+)
+from tests.services.stub_sidecars import sidecars
 
 INDICATORS = common_pb2.DECISION_BASIS_INDICATORS
 LAST_RESORT = common_pb2.DECISION_BASIS_LAST_RESORT
-
-
-async def until_seen(client: Client, condition: Callable[[dict[str, common_pb2.Indicators]], bool]) -> None:
-    """Wait until the indicators that the scheduler has satisfy a condition."""
-    while True:
-        decision = await client.decide(explain=True, dry_run=True)
-        if condition({one.instance_id: one.indicators for one in decision.candidates}):
-            return
-        await asyncio.sleep(0.005)
-
-
-async def until_reported(client: Client, stubs: list[StubSidecar]) -> None:
-    """Wait until the scheduler has a report of every instance."""
-    await until_seen(client, lambda known: all(known[stub.name].HasField("num_running") for stub in stubs))
 
 
 def test_a_heuristic_decides_by_reported_indicators() -> None:
