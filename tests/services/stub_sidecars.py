@@ -59,6 +59,7 @@ class StubSidecar:
     load: dict[str, float] = field(default_factory=lambda: {"num_running": 1, "num_waiting": 0})
     watchers: set[asyncio.Event] = field(default_factory=set)
     num_watched: int = 0  # calls of Watch so far
+    num_reserving: int = 0  # calls of Reserve so far
     num_conflicts: int = 0
     version: int = 0
     epoch: int = 7
@@ -200,6 +201,7 @@ class StubSidecar:
     async def reserve(self, raw: bytes, context: Any) -> bytes:
         """Reserve a request, unless its version is out of date."""
         request = predictor_pb2.ReserveRequest.FromString(raw)
+        self.num_reserving += 1
         if self.hung_reserving is not None:
             await self.hung_reserving.wait()
         if self.refuse is not None:

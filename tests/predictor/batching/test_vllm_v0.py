@@ -14,7 +14,7 @@ from tests.oracle.comparing import expect_oracle, our_steps, scheduled
 from tests.strategies import Load, examples, load_of, loads
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize("policy", ["fcfs", pytest.param("priority", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("chunked", [False, True], ids=["default", "chunked"])
 def test_every_step_is_the_oracles(chunked: bool, policy: str) -> None:
     """Scheduled tokens, queues, preemptions and free blocks are equal at every step, in both modes."""

@@ -237,15 +237,21 @@ def assert_same(ours: Record, expected: Record) -> None:
             assert held_s_of(decision) == pytest.approx(held_s_of(other), abs=1e-6)
 
 
-@pytest.mark.parametrize("entry", ENTRIES)
+def assert_driven_alike(script: Script) -> None:
+    """Compare the asyncio driver with the reference, by each of its entries."""
+    expected = reference(script)
+    for entry in ENTRIES.values():
+        record = Record()
+        with recording(record):
+            drive(script, entry)
+        assert_same(record, expected)
+
+
 @examples(300)
 @given(script=scripts())
-def test_the_asyncio_driver_decides_as_the_reference_does(entry: str, script: Script) -> None:
+def test_the_asyncio_driver_decides_as_the_reference_does(script: Script) -> None:
     """Intentions, placements, holds, explanations and candidates are the same, and so are their times."""
-    record = Record()
-    with recording(record):
-        drive(script, ENTRIES[entry])
-    assert_same(record, reference(script))
+    assert_driven_alike(script)
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
@@ -271,26 +277,14 @@ def test_of_draining_instances_the_least_busy_one_is_the_last_resort(entry: str)
 @pytest.mark.parametrize(("policy", "name"), CASES)
 def test_the_asyncio_driver_decides_as_the_reference_does_by_every_policy(policy: str, name: str) -> None:
     """In every scenario, also for a gateway that decides in its own process."""
-    script = scenarios(policy)[name]
-    expected = reference(script)
-    for entry in ENTRIES.values():
-        record = Record()
-        with recording(record):
-            drive(script, entry)
-        assert_same(record, expected)
+    assert_driven_alike(scenarios(policy)[name])
 
 
-@pytest.mark.parametrize("entry", ENTRIES)
 @examples(300)
 @given(script=scripts(roles=True))
-def test_the_asyncio_driver_decides_as_the_reference_does_among_instances_with_roles(
-    entry: str, script: Script
-) -> None:
+def test_the_asyncio_driver_decides_as_the_reference_does_among_instances_with_roles(script: Script) -> None:
     """Fan-outs over two legs, both reservations and what is given back are the same."""
-    record = Record()
-    with recording(record):
-        drive(script, ENTRIES[entry])
-    assert_same(record, reference(script))
+    assert_driven_alike(script)
 
 
 @pytest.mark.slow

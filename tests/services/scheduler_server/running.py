@@ -21,7 +21,7 @@ from tests.services.stub_engines import StubEngine, engines
 from tests.services.stub_sidecars import StubSidecar, sidecars
 
 LIMIT_S = 240
-PATIENT = {"sidecar_deadline_s": 30.0, "tagger_deadline_s": 30.0, "reservation_s": 300.0}  # long, for busy machines
+PATIENT = {"sidecar_deadline_s": 30.0, "tagger_deadline_s": 30.0}  # long, for busy machines
 FOR_EVER = {"first_pause_s": 1000.0, "longest_pause_s": 1000.0}
 AT_ONCE = {"first_pause_s": 0.001, "longest_pause_s": 0.002}
 

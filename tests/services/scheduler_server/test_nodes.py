@@ -9,10 +9,11 @@ from services.instances.instance import Instance, Instances
 from services.instances.sources import InstanceSource, Listed
 from tests.services.engine_state.files import busy, writer_at
 from tests.services.predictor_server.running_sidecars import NodeClient, node_of
-from tests.services.scheduler_server.running import FOR_EVER, run, scheduler, statuses
+from tests.services.scheduler_server.running import FOR_EVER, run, scheduler, statuses, until
 from tests.services.stub_sidecars import sidecars
 
 ENDLESS_S = 1e9
+LONG_S = 300.0  # of reservations, which must not expire on a busy machine
 
 
 def listed(node: NodeClient, *names: str) -> list[Instance]:
@@ -31,7 +32,7 @@ def test_one_message_requests_all_forecasts_of_a_node(tmp_path: Path) -> None:
         files = {name: tmp_path / name for name in ("a", "b", "late")}
         async with (
             node_of(files, stall_s=ENDLESS_S) as node,
-            scheduler(Listed(listed(node, "a", "b", "late", "unknown"))) as client,
+            scheduler(Listed(listed(node, "a", "b", "late", "unknown")), reservation_s=LONG_S) as client,
         ):
             seen = []
             for num in (1, 2):
@@ -75,8 +76,7 @@ def test_a_reservation_completes_when_its_instance_is_removed_meanwhile() -> Non
                 await client.choose()
                 stub.hung_reserving = asyncio.Event()
                 reserving = asyncio.create_task(client.decide())
-                while len(stub.questions) < 2:
-                    await asyncio.sleep(0.001)
+                await until(lambda: stub.num_reserving == 2)
                 source.change(())
                 while client.count("block_instances"):
                     await asyncio.sleep(0.001)
@@ -141,7 +141,9 @@ def test_an_engine_that_is_down_is_no_failure_of_its_node(tmp_path: Path) -> Non
         files = {name: tmp_path / name for name in ("a", "b", "gone")}
         async with (
             node_of(files, stall_s=ENDLESS_S) as node,
-            scheduler(Listed(listed(node, "a", "b", "gone")), policy="round_robin", **FOR_EVER) as client,
+            scheduler(
+                Listed(listed(node, "a", "b", "gone")), policy="round_robin", reservation_s=LONG_S, **FOR_EVER
+            ) as client,
         ):
             seen = [(await client.decide()).instance.instance_id for _ in range(12)]
             assert {"a", "b"} == set(seen)

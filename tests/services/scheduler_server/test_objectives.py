@@ -214,8 +214,9 @@ def test_a_demoted_request_is_best_effort_for_sidecar_and_engine(table: str, tmp
     assert line["decision"]["demoted"] is True
 
 
-def test_an_engine_is_told_what_a_stream_asks_for(table: str) -> None:
+def test_an_engine_is_told_what_a_stream_asks_for(table: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the client set for the engine itself has precedence."""
+    monkeypatch.setattr("services.http.engine_arguments.LONG_WAIT_S", math.inf)  # otherwise less of the target is left
 
     async def test() -> None:
         async with cluster(1, objectives=table) as (client, _, behind):
