@@ -166,7 +166,7 @@ def test_bad_experiments_are_refused(change: tuple[str, str], complaint: str) ->
 def test_what_is_attained_at_a_rate(tmp_path: Path) -> None:
     """Each variant runs once for each rate and seed; a share that is out of reach is an upper bound."""
     path = tmp_path / "small.toml"
-    path.write_text(TEXT.replace("seeds = 3", "seeds = 2"))
+    path.write_text(TEXT.replace("seeds = 3", "seeds = 2").replace("num_requests = 50", "num_requests = 600"))
     arguments = ["experiment", str(path), "--variant", "jsq", "--out", str(tmp_path), "--rate", "1", "--rate", "500"]
     result = CliRunner().invoke(block, [*arguments, "--json"], catch_exceptions=False)
     rows = json.loads(result.stdout)
