@@ -150,6 +150,7 @@ def test_the_served_model_s_name_counts(model: LinearModel) -> None:
     assert spreads[3] > spreads[0]
 
 
+@pytest.mark.slow
 def test_training_again_gives_the_same(model: LinearModel) -> None:
     """The same samples and seed give the same weights."""
     again = fit(samples_of_words(), recipe=Recipe(epochs=30, batch=32, members=1))

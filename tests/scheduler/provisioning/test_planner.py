@@ -149,7 +149,9 @@ def test_with_tiers_only_idle_instances_of_the_pool_are_drained() -> None:
     assert one.plan(60.0, names(4), 0, tiers=TierNeeds()).kind == DRAIN
 
 
-@pytest.mark.parametrize("rate", [3.0, 9.0, 24.0])
+@pytest.mark.parametrize(
+    "rate", [pytest.param(3.0, marks=pytest.mark.slow), 9.0, pytest.param(24.0, marks=pytest.mark.slow)]
+)
 def test_headroom_never_oscillates_under_constant_load(rate: float) -> None:
     """After it has settled, Poisson arrivals at a constant rate cause no change for an hour."""
     limits = ScalingLimits(max_instances=12)
@@ -192,7 +194,7 @@ def test_headroom_settles_on_what_is_needed() -> None:
     assert needed(9.0, 1.0) <= world.counts[-1] <= needed(9.0, OBJECTIVES.target_share) + 1
 
 
-@pytest.mark.parametrize("cold_start_s", [60.0, 300.0])
+@pytest.mark.parametrize("cold_start_s", [pytest.param(60.0, marks=pytest.mark.slow), 300.0])
 def test_headroom_starts_instances_before_a_ramp_raises_latency(cold_start_s: float) -> None:
     """Headroom starts instances before forecasts reach the threshold, preempt only then."""
     objectives = ScalingObjectives(threshold_s=20.0, seats=SEATS, cold_start_s=cold_start_s, target_share=0.8)

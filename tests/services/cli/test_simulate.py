@@ -168,6 +168,7 @@ def test_the_cost_of_tiers_is_shown(mix: str, tmp_path: Path) -> None:
     assert 0 < cost["serving_s_per_request"] < cost["instance_s_per_request"]
 
 
+@pytest.mark.slow
 def test_pools_are_recommended_by_deadlines(mix: str) -> None:
     """A share of the tokens can be the target of pools as well."""
     arguments = ("recommend", *SMALL, "--rate", "8", "--policy", "jsq", "--seeds", "1", "--workers", "1", "--pools",

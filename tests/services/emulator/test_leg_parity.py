@@ -304,10 +304,11 @@ CASES = {
     "links of their own": {"kv_transfer_shared": False, "kv_transfer_base_s": 0.05, "num_gpu_blocks": 40},
     "sync": {"async_scheduling": False, "max_num_seqs": 4, "kv_transfer_bytes_per_s": 5e8},
 }
+QUICK = ("slow link, little memory", "sync")
 MOMENTS = range(1, NUM, 3)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(one, marks=[pytest.mark.slow] * (one not in QUICK)) for one in CASES])
 def test_simulator_emulated_engines_and_sidecars_agree(tmp_path: Path, case: str) -> None:
     """On each request's prefill end, fetch end, first and last token; sidecars at any moment, if nothing else comes."""
     generator = np.random.default_rng(7)
