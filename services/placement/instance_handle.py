@@ -74,6 +74,7 @@ class InstanceHandle:
         self._metrics = metrics
         self._watching: asyncio.Task[None] | None = None
         self._interval_s = math.inf  # between its reports
+        self._reported: Mapping[str, float] = {}  # by itself, as of its last report
         self.is_silent = False  # it should report, and does not
         self._background: set[asyncio.Task[Any]] = set()
 
@@ -216,7 +217,9 @@ class InstanceHandle:
             raise ValueError(f"instance_id: {message.instance_id!r} answers there")
         self.is_silent = False
         changed = indicators_from(message.indicators)
-        self._keep(message.indicators, changed if message.full else {**self.status.indicators, **changed})
+        # a report has what changed since the last one: a reply between them, which may be older, must not stay
+        self._reported = changed if message.full else {**self._reported, **changed}
+        self._keep(message.indicators, self._reported)
         self.status.versions.report(message.version, message.epoch)
         self.status.reported_state = state_name(message.state)
         if self.status.reported_state in NOT_READY:

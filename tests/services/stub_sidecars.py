@@ -12,7 +12,7 @@ import grpc
 
 from protos.block.v1 import common_pb2, predictor_pb2
 from services.instances.instance import Instance
-from services.rpc.messages import indicators_message
+from services.rpc.messages import indicators_from, indicators_message
 from tests.services.waiting import bound
 
 SERVICE = "block.v1.Predictor"
@@ -58,6 +58,7 @@ class StubSidecar:
     open_streams: set[asyncio.Event] = field(default_factory=set)
     load: dict[str, float] = field(default_factory=lambda: {"num_running": 1, "num_waiting": 0})
     watchers: set[asyncio.Event] = field(default_factory=set)
+    reports_changes: bool = False  # since the last report, as sidecars do; otherwise everything each time
     num_watched: int = 0  # calls of Watch so far
     num_reserving: int = 0  # calls of Reserve so far
     num_conflicts: int = 0
@@ -175,18 +176,26 @@ class StubSidecar:
     async def watch(self, raw: bytes, context: Any) -> AsyncIterator[bytes]:
         """Send the state, and again after every `update_load`."""
         self.num_watched += 1
+        sent: dict[str, float] = {}
         changed = asyncio.Event()
         self.watchers.add(changed)
         try:
             while True:
+                message = self.indicators()
+                values = indicators_from(message)
+                is_full = not self.reports_changes or bool(sent.keys() - values.keys()) or not sent
+                if not is_full:
+                    changes = {name: value for name, value in values.items() if sent.get(name) != value}
+                    message = indicators_message(changes, age_s=0.01)
                 yield predictor_pb2.WatchResponse(
                     instance_id=self.name,
-                    full=True,
-                    indicators=self.indicators() if self.state != DOWN else None,
+                    full=is_full,
+                    indicators=message if self.state != DOWN else None,
                     version=self.version,
                     epoch=self.epoch,
                     state=self.state,
                 ).SerializeToString()
+                sent = dict(values)
                 await changed.wait()
                 changed.clear()
         finally:

@@ -12,7 +12,15 @@ from typing import Any
 import pytest
 
 from services.instances.sources import FromFile
-from tests.services.scheduler_server.running import LAST_RESORT, ChangingSource, run, scheduler, until
+from tests.services.scheduler_server.running import (
+    LAST_RESORT,
+    ChangingSource,
+    run,
+    scheduler,
+    until,
+    until_reported,
+    until_seen,
+)
 from tests.services.stub_sidecars import StubSidecar, sidecars
 
 
@@ -85,6 +93,21 @@ def test_a_change_of_tiers_takes_effect_and_nothing_else_of_an_instance_is_forgo
                 while await client.choose() != "b":
                     await asyncio.sleep(0.005)
                 assert [stub.num_watched for stub in stubs] == [1, 1]
+
+    run(test)
+
+
+def test_what_another_scheduler_has_released_is_reserved_no_longer() -> None:
+    """A report contains what has changed since the last one, which need not be all that a reply said in between."""
+
+    async def test() -> None:
+        async with sidecars("a", reports_changes=True) as stubs, scheduler(stubs, policy="jsq") as client:
+            await until_reported(client, stubs)
+            await client.decide()
+            await until_seen(client, lambda known: known["a"].num_reserved == 1)
+            stubs[0].held.clear()
+            stubs[0].update_load()
+            await until_seen(client, lambda known: known["a"].num_reserved == 0)
 
     run(test)
 
