@@ -131,10 +131,7 @@ ENGINE = np.dtype(
         ("steady", "i8"),  # the last step repeats until a request finishes or arrives, or blocks run out
         ("steady_limit_s", "f8"),  # it repeats only while it takes no longer
         ("fruitless_preemptions", "i8"),  # preemptions since a request last produced a token
-        (
-            "least_slack_s",
-            "f8",
-        ),  # from a token in time to its deadline, of requests without a late one
+        ("least_slack_s", "f8"),  # from a token to its deadline, of requests without a late token
         ("num_setbacks", "i8"),  # first missed deadlines of requests, and preemptions
         ("stops", "i8"),  # of a forecast, when its run ends early: `NEVER`, `WHEN_KEPT` or `AT_SETBACK`
         ("min_slack_s", "f8"),  # of a forecast: a run that ends at a setback also ends where there is less slack

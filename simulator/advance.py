@@ -45,19 +45,18 @@ def advance_one(fleet: EngineArrays, index: int, until_s: float) -> None:
 @kernel
 def run_engine(fleet: EngineArrays, index: int, until_s: float) -> None:
     """Run one engine until a time; with noise, step by step."""
-    any_number, unwatched = ANY_NUMBER, NONE
     state = engine_at(fleet.stack, fleet.stack.costs, index)
     engine, instance = state.engine[0], fleet.instances[index]
     size = len(fleet.noise)
     engine.pace = instance.pace
     if size == 1:
-        loop.run(state, until_s, any_number, unwatched)
+        loop.run(state, until_s, ANY_NUMBER, NONE)
         return
     before = np.int64(-1)
     while engine.num_steps != before:
         before = engine.num_steps
         engine.pace = instance.pace * fleet.noise[(instance.first_noise + before) % size]
-        loop.run(state, until_s, before + 1, unwatched)
+        loop.run(state, until_s, before + 1, NONE)
 
 
 @small_kernel

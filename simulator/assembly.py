@@ -70,24 +70,8 @@ def simulation(
         knows_lengths=bool(np.isnan(work.tag_median).all()),
         generator=draws,
     )
-    ids = instance_names(len(specs))
-    pauses = np.random.default_rng([seed, 2])
     queue_order = QueueOrder(work, specs, conditions, conditions.num_schedulers)
-    schedulers = []
-    for _ in range(conditions.num_schedulers):
-        made = policy_from(policy, seed=int(draws.integers(1 << 62)))
-        table = InstanceTable(ids)
-        sizes = {name: spec.config.num_gpu_blocks for name, spec in zip(ids, specs, strict=True)}
-        roles = {name: spec.role for name, spec in zip(ids, specs, strict=True)}
-        core = SchedulerCore(
-            made,
-            InstanceDirectory(table, roles),
-            random=pauses.random,
-            rules=_rules(conditions),
-            order=queue_order.order if conditions.turn in WHOLE_QUEUE_TURNS else None,
-            prefixes=PromptPrefixes(table, sizes),
-        )
-        schedulers.append(SchedulerView(core=core))
+    schedulers = _schedulers(specs, policy, conditions, queue_order, draws, seed)
     made = schedulers[0].policy
     roots = {root.name for part in made.parts for root in roots_of(part.needs)}
     decisions = np.zeros(len(work), DECISION).view(np.recarray)
@@ -111,11 +95,46 @@ def simulation(
         watches_minute="requests_per_minute" in roots,
         watches_drain="drained_s" in roots,
     )
+    _begin(simulation)
+    return simulation
+
+
+def _schedulers(
+    specs: Sequence[InstanceSpec],
+    policy: str | Mapping[str, Any],
+    conditions: Conditions,
+    queue_order: QueueOrder,
+    draws: np.random.Generator,
+    seed: int,
+) -> list[SchedulerView]:
+    ids = instance_names(len(specs))
+    sizes = {name: spec.config.num_gpu_blocks for name, spec in zip(ids, specs, strict=True)}
+    roles = {name: spec.role for name, spec in zip(ids, specs, strict=True)}
+    pauses = np.random.default_rng([seed, 2])
+    schedulers = []
+    for _ in range(conditions.num_schedulers):
+        made = policy_from(policy, seed=int(draws.integers(1 << 62)))
+        table = InstanceTable(ids)
+        core = SchedulerCore(
+            made,
+            InstanceDirectory(table, roles),
+            random=pauses.random,
+            rules=_rules(conditions),
+            order=queue_order.order if conditions.turn in WHOLE_QUEUE_TURNS else None,
+            prefixes=PromptPrefixes(table, sizes),
+        )
+        schedulers.append(SchedulerView(core=core))
+    return schedulers
+
+
+def _begin(simulation: Simulation) -> None:
+    """Give schedulers the first indicators, and schedule reports, outages and samples."""
+    conditions, work = simulation.conditions, simulation.work
     if work.adapter is not None:
-        for scheduler in schedulers:
+        for scheduler in simulation.schedulers:
             scheduler.table.known.adapters = FleetAdapters(lambda: simulation.fleet)
     simulation.refresh(0.0)
-    for which, scheduler in enumerate(schedulers):
+    for which, scheduler in enumerate(simulation.schedulers):
         known = scheduler.table.known
         if conditions.has_fresh_indicators:
             known.reported = simulation.reported
@@ -127,7 +146,6 @@ def simulation(
         simulation.events.schedule(outage.from_s, OUT, outage)
     if conditions.sample_s > 0:
         simulation.events.schedule(float(work.arrival_s[0]), SAMPLE)
-    return simulation
 
 
 def _rules(conditions: Conditions) -> DecisionRules:

@@ -3,7 +3,6 @@
 A forecast runs a copy of the engine until the request has finished. Until an engine reaches the tail of its waiting
 queue, its steps do not depend on requests that join at the tail. If the engine is deterministic, the state at that
 point (the lookahead) is therefore kept from one forecast to the next, and requests that joined since are added to it.
-Where requests have deadlines, forecasts with delays do without: a lookahead's least slack is that of past tokens, too.
 """
 
 from __future__ import annotations
@@ -101,8 +100,13 @@ def predict_step_ends(state: State, now_s: float) -> None:
 
 
 @kernel
-def copy_for_forecast(fleet: EngineArrays, workspace: State, index: int, target: State, now_s: float) -> None:
-    """Copy an engine into `target` as it is known now, or from its lookahead if it can have one."""
+def copy_for_forecast(
+    fleet: EngineArrays, workspace: State, index: int, target: State, now_s: float, reads_slack: bool
+) -> None:
+    """Copy an engine into `target` as it is known now, or from its lookahead if it can have one.
+
+    The least slack of a lookahead may be that of a token before now: a forecast that reads it starts from now.
+    """
     source = engine_at(fleet.stack, fleet.predicted_costs, index)
     engine, instance, slots = source.engine[0], fleet.instances[index], fleet.slots[index]
     if not instance.deterministic or engine.by_priority or not loop.has_tail_ahead(source):
@@ -116,6 +120,9 @@ def copy_for_forecast(fleet: EngineArrays, workspace: State, index: int, target:
     else:
         add_joined(source, lookahead)
     loop.run(lookahead, FOREVER, ANY_NUMBER, loop.TAIL_OF_QUEUE)
+    if reads_slack and lookahead.engine[0].least_slack_s < FOREVER:
+        copy_as_known(fleet, index, source, target, now_s)
+        return
     copy_into(target, lookahead)
     for position in range(engine.num_pending):
         slot = source.pending[queues.at(engine.pending_head, position, len(source.pending))]
@@ -166,7 +173,6 @@ def forecast(
 
     With delays it may be simulated only `until` it is known which deadlines are kept, with `min_slack_s` to spare.
     """
-    any_number, unwatched = ANY_NUMBER, NONE
     slot = CANDIDATE
     for row in range(len(indices)):
         index = indices[row]
@@ -182,22 +188,20 @@ def forecast(
         before, with_it = layer(workspace, source, BEFORE), layer(workspace, source, WITH)
         without_it = layer(workspace, source, WITHOUT)
         if with_delays:
-            copy_for_forecast(fleet, workspace, index, before, now_s)
-            if before.engine[0].least_slack_s < FOREVER:  # may be that of a token of a lookahead before now
-                copy_as_known(fleet, index, source, before, now_s)
+            copy_for_forecast(fleet, workspace, index, before, now_s, True)
             if until == TO_THE_END:
                 copy_into(without_it, before)
-                loop.run(without_it, FOREVER, any_number, unwatched)
+                loop.run(without_it, FOREVER, ANY_NUMBER, NONE)
             copy_into(with_it, before)
         else:
-            copy_for_forecast(fleet, workspace, index, with_it, now_s)
+            copy_for_forecast(fleet, workspace, index, with_it, now_s, False)
             stop_counting_on_time(with_it)
         with_it.requests[slot] = source.requests[slot]
         queues.announce(with_it, slot)
         if with_delays and until != TO_THE_END:
             find_verdict(before, without_it, with_it, slot, now_s, until, min_slack_s, results[row])
             continue
-        loop.run(with_it, FOREVER, any_number, unwatched if with_delays else slot)
+        loop.run(with_it, FOREVER, ANY_NUMBER, NONE if with_delays else slot)
         read_result(with_it, slot, now_s, results[row])
         if with_delays:
             compare(before, before, without_it, with_it, slot, results[row])
@@ -206,12 +210,11 @@ def forecast(
 @kernel
 def forecast_drain(fleet: EngineArrays, workspace: State, now_s: float, drained_s: np.ndarray) -> None:
     """Forecast for each engine when all its requests have finished."""
-    any_number, unwatched = ANY_NUMBER, NONE
     for index in range(len(fleet.instances)):
         source = engine_at(fleet.stack, fleet.predicted_costs, index)
         copied = layer(workspace, source, WITH)
-        copy_for_forecast(fleet, workspace, index, copied, now_s)
-        loop.run(copied, FOREVER, any_number, unwatched)
+        copy_for_forecast(fleet, workspace, index, copied, now_s, False)
+        loop.run(copied, FOREVER, ANY_NUMBER, NONE)
         drained_s[index] = max(0.0, copied.engine[0].now_s - now_s)
 
 

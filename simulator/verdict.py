@@ -90,7 +90,7 @@ def reach_first_token(state: State, slot: int, due_s: float) -> None:
     num_steps = NONE
     while request.first_token_s < 0 and num_steps < engine.num_steps and due_s < FOREVER:
         num_steps = engine.num_steps
-        loop.run(state, due_s, np.int64(num_steps + FEW_STEPS), NONE)
+        loop.run(state, due_s, num_steps + FEW_STEPS, NONE)
 
 
 @small_kernel

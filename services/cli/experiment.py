@@ -14,6 +14,7 @@ from services.cli.first_use import say_if_compiling
 from services.cli.progress_bars import bar
 from services.cli.simulate_options import runner_for
 from services.result_files import ResultCache, write_report
+from simulator.experiments.attained_at_rates import attained_at, attained_table
 from simulator.experiments.experiment import (
     Experiment,
     ExperimentSetting,
@@ -22,7 +23,6 @@ from simulator.experiments.experiment import (
     matching,
 )
 from simulator.experiments.findings import measure
-from simulator.experiments.goodput_comparison import attained_at, attained_table
 from simulator.experiments.report import as_json as findings_json
 from simulator.experiments.report import as_markdown
 

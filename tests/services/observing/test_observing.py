@@ -36,7 +36,6 @@ def observed_under_load(folder: Path, factor: float, num: int = 80) -> ObservedW
     with engine_at(folder, factor) as (engine, url), sending(url, plan_of(num)) as load:
         wait_for_traffic(engine)
         observation = StateFileObservation(str(engine.state_file))
-
         try:
             while load.is_alive():
                 load.join(0.01)

@@ -1,0 +1,76 @@
+"""What share of the requests attains its deadlines at given rates, without a search of the goodput."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from simulator.experiments.experiment import GOODPUT, Experiment
+from simulator.goodput import GoodputTrial, run_trial
+from simulator.parallel import Runner
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttainedAtRate:
+    """What the trial of a variant at a rate has shown; of one that was stopped, shares that cannot be exceeded."""
+
+    setting: str
+    variant: str
+    seed: int
+    rate: float
+    attained: float
+    attained_tokens: float
+    is_stopped: bool
+
+
+def attained_at(
+    experiment: Experiment, rates: Sequence[float], runner: Runner, on_progress: Callable[[int, int], None]
+) -> list[AttainedAtRate]:
+    """Run each variant in each setting at each rate, without a search."""
+    if experiment.kind != GOODPUT:
+        raise ValueError(f"{experiment.name} does not search for a goodput")
+    if any(variant.splits or variant.split_of for variant in experiment.variants):
+        raise ValueError(f"{experiment.name} chooses prefill instances by a search")
+    if not all(0 < rate < math.inf for rate in rates):
+        raise ValueError("must be above 0")
+    keys, trials = [], []
+    for setting in experiment.settings:
+        for variant, scenario in experiment.cases(setting):
+            for rate in rates:
+                for seed in range(experiment.first_seed, experiment.first_seed + experiment.seeds):
+                    keys.append((setting.name, variant.name, seed, rate))
+                    trials.append(
+                        GoodputTrial(
+                            scenario=scenario,
+                            policy=variant.policy,
+                            rate=rate,
+                            seed=seed,
+                            share=experiment.attained,
+                            warm_up_s=setting.warm_up_s,
+                        )
+                    )
+    found: dict[int, AttainedAtRate] = {}
+    for position, shown in runner(run_trial, trials):
+        setting_name, name, seed, rate = keys[position]
+        found[position] = AttainedAtRate(
+            setting=setting_name,
+            variant=name,
+            seed=seed,
+            rate=rate,
+            attained=shown["attained"],
+            attained_tokens=shown["attained_tokens"],
+            is_stopped=bool(shown.get("is_stopped")),
+        )
+        on_progress(len(found), len(trials))
+    return [found[position] for position in sorted(found)]
+
+
+def attained_table(rows: Sequence[AttainedAtRate]) -> str:
+    """Return what trials have shown as Markdown."""
+    lines = ["| setting | variant | seed | requests/s | attained | of the tokens |", "|---" * 6 + "|"]
+    for row in rows:
+        sign = "< " if row.is_stopped else ""
+        shares = f"{sign}{row.attained:.1%} | {sign}{row.attained_tokens:.1%}"
+        lines.append(f"| {row.setting} | {row.variant} | {row.seed} | {row.rate:g} | {shares} |")
+    return "\n".join(lines)
