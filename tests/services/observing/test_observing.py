@@ -19,7 +19,7 @@ from simulator.accuracy.window import ObservedWindow
 from simulator.accuracy.window_file import read_window
 from tests.services.cli.running import answer, block, refusal
 from tests.services.emulator.running import A30, MODEL, Emulated
-from tests.services.observing.traffic_of_engines import CONFIG, SPEED, engine_at, plan_of, send, sending, sending_on
+from tests.services.observing.traffic_of_engines import CONFIG, SPEED, engine_at, plan_of, send_all, sending, sending_on
 from tests.services.waiting import PATIENCE_S, wait_until
 
 SIZES = ("max_num_seqs", "max_num_batched_tokens", "num_gpu_blocks", "max_model_len", "block_size")
@@ -108,7 +108,7 @@ def test_a_proxy_observes_any_endpoint(tmp_path: Path) -> None:
         )  # fmt: skip
         while not ports:
             await asyncio.sleep(0.01)
-        await asyncio.to_thread(send, f"http://127.0.0.1:{ports[0]}", plan)
+        await asyncio.to_thread(send_all, f"http://127.0.0.1:{ports[0]}", plan)
         observing.cancel()
         return await observing
 

@@ -33,17 +33,22 @@ def plan_of(num: int, rate: float = 4.0) -> list[Planned]:
     return planned(drawn, Timing(kind="poisson", rate=rate), generator)
 
 
-def send(url: str, plan: list[Planned]) -> None:
-    """Send requests when they are due, and wait for the answers."""
+def send(url: str, plan: list[Planned]) -> set[str | None]:
+    """Send requests when they are due, wait for the answers, and return the failures; None is none."""
     form = RequestFormat(model=MODEL, time_scale=SPEED)
     results = asyncio.run(run_plan(plan, origin_of(url), form, LoadLimits(), lambda _: None))
-    assert {result.failure for result in results} == {None}
+    return {result.failure for result in results}
+
+
+def send_all(url: str, plan: list[Planned]) -> None:
+    """Send requests, none of which may fail."""
+    assert send(url, plan) == {None}
 
 
 @contextmanager
 def sending(url: str, plan: list[Planned]) -> Iterator[threading.Thread]:
     """Send requests beside the block."""
-    thread = threading.Thread(target=send, args=(url, plan))
+    thread = threading.Thread(target=send_all, args=(url, plan))
     thread.start()
     try:
         yield thread
@@ -53,7 +58,7 @@ def sending(url: str, plan: list[Planned]) -> Iterator[threading.Thread]:
 
 @contextmanager
 def sending_on(url: str) -> Iterator[None]:
-    """Send requests until the block ends."""
+    """Send requests until the block ends; one that fails, on a machine that stalls for example, is not sent again."""
     has_ended = threading.Event()
 
     def send_on() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
+from services.predictor_server import profile_watch
 from services.predictor_server.metrics import InstanceMetrics, SidecarMetrics
 from services.predictor_server.profile_watch import ProfileWatch
 from services.predictor_server.profile_watch_settings import ProfileWatchSettings
@@ -21,6 +22,13 @@ from tests.services.predictor_server.running_sidecars import NAME
 from tests.services.waiting import run, until
 
 WINDOW_S = 1.0
+PATIENCE_S = 400.0  # for a check, which loads the compiled engine model in a process of its own
+
+
+@pytest.fixture(autouse=True)
+def _at_our_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the process of a check at the priority of the tests, beside which it would hardly run at a lower one."""
+    monkeypatch.setattr(profile_watch, "NICENESS", 0)
 
 
 def value(registry: CollectorRegistry, name: str, **labels: str) -> float | None:
@@ -100,10 +108,10 @@ def test_a_sidecar_sees_that_its_profile_is_wrong(tmp_path: Path, factor: float,
 
     async def test() -> None:
         async with running_sidecars([settings], A30, registry):
-            await until(lambda: value(registry, "block_profile_holds") is not None)
+            await until(lambda: value(registry, "block_profile_holds") is not None, PATIENCE_S)
 
     with engine_at(tmp_path, factor) as (_, url), sending_on(url):
-        run(test)
+        run(test, PATIENCE_S)
     assert value(registry, "block_profile_holds") == holds
     assert value(registry, "block_profile_bias_ratio", quantity="step") == pytest.approx(1 / factor - 1, abs=1e-3)
 
@@ -129,7 +137,7 @@ def test_a_mirroring_sidecar_checks_what_its_proxy_sees(tmp_path: Path) -> None:
                 await asyncio.to_thread(traffic.__exit__, None, None, None)  # this loop serves the proxy meanwhile
 
     with engine_at(tmp_path, 1.6) as (_, url):
-        run(test)
+        run(test, PATIENCE_S)
     assert value(registry, "block_profile_checks_total", result="does_not_hold") == 1
     assert value(registry, "block_profile_holds") == 0
     assert (value(registry, "block_profile_bias_ratio", quantity="tpot") or 0.0) < -0.2
