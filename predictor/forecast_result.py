@@ -78,6 +78,7 @@ def merged(forecasts: Sequence[Forecast], request_id: str, leaders: Sequence[int
     prompt, its `leaders`. The first forecast has the effects of all on other requests.
     """
     last = max(forecasts, key=lambda one: one.e2e_s)
+    hits = [hit for leader in leaders if (hit := forecasts[leader].prefix_hit_tokens) is not None]
     return replace(
         forecasts[0],
         request_id=request_id,
@@ -87,7 +88,7 @@ def merged(forecasts: Sequence[Forecast], request_id: str, leaders: Sequence[int
         queue_s=min(one.queue_s for one in forecasts),
         output_tokens=sum(one.output_tokens for one in forecasts),
         num_preemptions=sum(one.num_preemptions for one in forecasts),
-        prefix_hit_tokens=sum(forecasts[leader].prefix_hit_tokens or 0 for leader in leaders),
+        prefix_hit_tokens=sum(hits) if len(hits) == len(leaders) else None,
         fetched_s=None if last.fetched_s is None else max(one.fetched_s or 0.0 for one in forecasts),
         attained=min(one.attained for one in forecasts),
     )

@@ -30,12 +30,14 @@ def by_address(name: str, kernels: Sequence[Any], result: types.Type, arguments:
     """Return a function for kernels that calls the kernel with the number that is its first argument.
 
     All of them have these types of arguments, and this type of the result. Addresses are in a table, which compiled
-    code finds by the name. Where an address is missing, a callback compiles that kernel, or loads it from the cache.
+    code finds by the name, and by this module's: another copy of the engine model in the process, such as that of the
+    plug-in for vLLM, has tables of its own. Where an address is missing, a callback compiles that kernel, or loads it
+    from the cache.
     """
     if not any(is_jitted(kernel) for kernel in kernels):
         return lambda number, *given: kernels[number](*given)
     table = (ctypes.c_void_p * len(kernels))()
-    symbol = f"block_kernels_{name}"
+    symbol = f"{__name__}.{name}"
 
     def add(number: int) -> None:
         kernel = kernels[number]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 from numba.core import types
 from numba.core.errors import TypingError
 
+from predictor import kernel_addresses
 from predictor.compiled import inner_kernel
 from predictor.kernel_addresses import by_address
 from tests.python_process import run_python
@@ -72,7 +75,7 @@ def test_a_kernel_that_cannot_be_compiled_is_an_error() -> None:
         return bool(numbers.no_such_attribute)
 
     call = by_address("wrong", [wrong], types.boolean, lambda: (NUMBERS,))
-    with pytest.raises(RuntimeError, match="no kernel in block_kernels_wrong"):
+    with pytest.raises(RuntimeError, match=r"no kernel in predictor\.kernel_addresses\.wrong"):
         call(0, np.zeros(1))
 
 
@@ -89,6 +92,23 @@ def test_python_functions_are_called_directly() -> None:
         "python", [lambda number: number + 1, lambda number: -number], types.int64, lambda: (types.int64,)
     )
     assert (call(0, 4), call(1, 4)) == (5, -4)
+
+
+def test_two_copies_of_the_engine_model_keep_their_kernels_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plug-in for vLLM has one; a process may have both, of different versions."""
+    spec = importlib.util.spec_from_file_location("copied.kernel_addresses", kernel_addresses.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    copied = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, copied)
+    spec.loader.exec_module(copied)
+    calls = [
+        module.by_address("same", [adding(number)], types.boolean, lambda: (NUMBERS, types.float64))
+        for number, module in ((1, kernel_addresses), (2, copied))
+    ]
+    numbers = np.zeros(1)
+    assert [call(0, numbers, 1.0) for call in calls] == [True, False]
+    assert numbers[0] == 3
 
 
 SCRIPT = """

@@ -119,7 +119,8 @@ def test_a_proxy_observes_any_endpoint(tmp_path: Path) -> None:
     assert sorted(one.facts.output_tokens for one in window.requests) == sorted(one.output_tokens for one in plan)
     assert (window.header.engine.num_gpu_blocks, window.header.engine.max_model_len) == (257, 1024)
     assert profile_of(window, None) is A30
-    assert accuracy_of(window, A30, recalibrates=False).error_of["tpot"].num > 30
+    # a busy machine delivers some responses at once, which then have no time per token
+    assert accuracy_of(window, A30, recalibrates=False).error_of["tpot"].num > 10
 
 
 def test_the_load_of_bench_is_a_window(tmp_path: Path) -> None:
