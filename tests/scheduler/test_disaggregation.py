@@ -187,6 +187,19 @@ def test_delays_that_the_prefill_leg_causes_count_with_the_pair(policy: str, del
     assert len(world.placed()[0]) == legs
 
 
+@pytest.mark.parametrize("policy", ["slo", "polyserve"])
+@pytest.mark.parametrize(("missed", "chosen"), [(0, "q"), (1, "p")])
+def test_with_deadlines_a_prefill_leg_goes_where_it_ends_first_and_harms_nobody(
+    policy: str, missed: int, chosen: str
+) -> None:
+    """Both report the same queue, as one does whose running step computes a long prompt; its forecast shows that."""
+    world = World(core_over(POOLS, policy))
+    world.prefill = {"p": forecast(0.4), "q": forecast(0.3, others_missed=missed)}.__getitem__
+    placement = world.decide()[0].placement
+    assert placement.prefill is not None
+    assert placement.prefill.instance_id == chosen
+
+
 def test_the_hold_condition_reads_how_long_both_legs_wait() -> None:
     """A decode leg that arrives in half a second does not wait for that long."""
     hold = 'block: hold = "predicted_queue_s < 0.3", hold_s = 1'
