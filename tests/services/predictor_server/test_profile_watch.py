@@ -132,12 +132,12 @@ def test_a_mirroring_sidecar_checks_what_its_proxy_sees(tmp_path: Path) -> None:
             await asyncio.to_thread(traffic.__enter__)
             try:
                 await until(lambda: client.mirror.source.config is not None)
-                await watch.check()
+                while not value(registry, "block_profile_checks_total", result="does_not_hold"):
+                    await watch.check()  # the window of a busy machine may show too little
             finally:
                 await asyncio.to_thread(traffic.__exit__, None, None, None)  # this loop serves the proxy meanwhile
 
     with engine_at(tmp_path, 1.6) as (_, url):
         run(test, PATIENCE_S)
-    assert value(registry, "block_profile_checks_total", result="does_not_hold") == 1
     assert value(registry, "block_profile_holds") == 0
     assert (value(registry, "block_profile_bias_ratio", quantity="tpot") or 0.0) < -0.2
