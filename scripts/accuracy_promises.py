@@ -112,10 +112,20 @@ def main() -> None:
     parser.add_argument("--schedulers", type=int, default=1)
     parser.add_argument("--only", action="append", choices=("mixed", "fairness", "overload"), help="repeatable")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--decision-ms",
+        type=float,
+        action="append",
+        help="simulate only, with decisions that take this long; repeatable",
+    )
     arguments = parser.parse_args()
     configure("warning", "text")
     only = arguments.only or ["mixed", "fairness", "overload"]
     cases = [case for case in cases_of(arguments) if case.name.partition(".")[0] in only]
+    if arguments.decision_ms:
+        rows = [row for case in cases for one in arguments.decision_ms for row in simulated_rows(case, one, arguments)]
+        report("accuracy_promises", rows, as_json=arguments.json, settings=vars(arguments))
+        return
     with tempfile.TemporaryDirectory() as folder:
         tables = Path(folder, "promises.toml")
         tables.write_text(TABLES, encoding="utf-8")
@@ -271,6 +281,25 @@ def rows_of(case: PromiseRun, live: LiveRun, scenario: Scenario, speed: float) -
     add("machine.sent_late_s.p99", late_s, "engine s", len(results))
     add("machine.cpu_share", live.cpu_share, "of all", 1)
     add("machine.cpu_limited", float(late_s > LATE_S * speed), "yes or no", 1)
+    return rows
+
+
+def simulated_rows(case: PromiseRun, decision_ms: float, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return what each class attains in the simulator alone, where all requests are sent on time."""
+    results = sorted((RequestResult(plan=plan) for plan in plan_of(case)), key=sent_at)
+    run = simulated(workload_of(results), scenario_of(arguments, decision_ms / 1000), case.seed)
+    attained, _, tokens = outcomes_simulated(run)
+    request_class = served_requests(results, NO_SLO).levels.request_class
+    rows: list[dict[str, Any]] = []
+    for number, name in enumerate(CLASSES):
+        rows_in = request_class == number
+        if rows_in.any():
+            prefix, num = f"{case.name}.{decision_ms:g}ms.{name}", int(rows_in.sum())
+            rows.append(
+                {"name": f"{prefix}.attained", "value": float(attained[rows_in].mean()), "unit": "ratio", "n": num}
+            )
+            share = float(tokens[rows_in].sum() / tokens.sum())
+            rows.append({"name": f"{prefix}.token_share", "value": share, "unit": "ratio", "n": num})
     return rows
 
 
