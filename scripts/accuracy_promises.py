@@ -19,6 +19,9 @@ are conditional, so that no two decisions take the same room. All attainment is 
   the last request of a run: a request that is shed then would be admitted once the admission queue is empty.
 - `machine.*`: how late requests were sent, and the share of the processors that was used. A run is limited by the
   machine (`cpu_limited` 1) where a hundredth of the requests was sent more than 50 ms late.
+
+With `--decision-ms`, the loads are only simulated, once for each of these times of a decision: what a class attains in
+overload depends on it.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ import argparse
 import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -123,7 +126,7 @@ def main() -> None:
     only = arguments.only or ["mixed", "fairness", "overload"]
     cases = [case for case in cases_of(arguments) if case.name.partition(".")[0] in only]
     if arguments.decision_ms:
-        rows = [row for case in cases for one in arguments.decision_ms for row in simulated_rows(case, one, arguments)]
+        rows = [row for case in cases for row in rows_by_decision_time(case, arguments)]
         report("accuracy_promises", rows, as_json=arguments.json, settings=vars(arguments))
         return
     with tempfile.TemporaryDirectory() as folder:
@@ -244,12 +247,40 @@ def rows_of(case: PromiseRun, live: LiveRun, scenario: Scenario, speed: float) -
     results = sorted(live.results, key=sent_at)
     work = workload_of(results)
     run = simulated(work, scenario, case.seed)
+    outcomes = {"live": outcomes_live(results), "simulated": outcomes_simulated(run)}
+    rows = class_rows(case, results, outcomes)
+
+    def add(name: str, value: float, unit: str, n: int) -> None:
+        rows.append({"name": f"{case.name}.{name}", "value": value, "unit": unit, "n": n})
+
+    failures = [one for one in results if one.failure not in (None, SHED)]
+    add("unanswered", len(failures), "requests", len(results))
+    no_time = [one for one in results if one.failure == SHED and (one.retry_after_s is None or not one.shed_reason)]
+    add("shed_without_time_or_reason", len(no_time), "requests", len(results))
+    if case.mix is OVERLOAD:
+        errors_of = {"live": retry_errors_live(results), "simulated": retry_errors(run, scenario, case.seed)}
+        for name, errors in errors_of.items():
+            if errors:
+                add(f"retry_after.error.{name}.median", float(np.median(errors)), "ratio", len(errors))
+    late_s = float(np.percentile([one.sent_s for one in results], 99))
+    add("machine.sent_late_s.p99", late_s, "engine s", len(results))
+    add("machine.cpu_share", live.cpu_share, "of all", 1)
+    add("machine.cpu_limited", float(late_s > LATE_S * speed), "yes or no", 1)
+    return rows
+
+
+Outcomes = tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_], npt.NDArray[np.int64]]
+
+
+def class_rows(
+    case: PromiseRun, results: Sequence[RequestResult], outcomes: Mapping[str, Outcomes]
+) -> list[dict[str, Any]]:
+    """Return what each class and tenant attains in each of several runs of the same requests."""
     rows: list[dict[str, Any]] = []
 
     def add(name: str, value: float, unit: str, n: int) -> None:
         rows.append({"name": f"{case.name}.{name}", "value": value, "unit": unit, "n": n})
 
-    outcomes = {"live": outcomes_live(results), "simulated": outcomes_simulated(run)}
     levels = served_requests(results, NO_SLO).levels
     groups = {CLASSES[number]: levels.request_class == number for number in (0, 1)}
     if levels.tenant is not None:
@@ -267,43 +298,20 @@ def rows_of(case: PromiseRun, live: LiveRun, scenario: Scenario, speed: float) -
                 add(f"{name}.attained_of_admitted.{kind}", of_admitted, "ratio", int(admitted.sum()))
             add(f"{name}.token_share.{kind}", float(tokens[rows_in].sum() / tokens.sum()), "ratio", int(rows_in.sum()))
             add(f"{name}.shed.{kind}", int(shed[rows_in].sum()), "requests", int(rows_in.sum()))
-        add(f"{name}.attained.difference", shares["live"] - shares["simulated"], "ratio", int(rows_in.sum()))
-    failures = [one for one in results if one.failure not in (None, SHED)]
-    add("unanswered", len(failures), "requests", len(results))
-    no_time = [one for one in results if one.failure == SHED and (one.retry_after_s is None or not one.shed_reason)]
-    add("shed_without_time_or_reason", len(no_time), "requests", len(results))
-    if case.mix is OVERLOAD:
-        errors_of = {"live": retry_errors_live(results), "simulated": retry_errors(run, scenario, case.seed)}
-        for name, errors in errors_of.items():
-            if errors:
-                add(f"retry_after.error.{name}.median", float(np.median(errors)), "ratio", len(errors))
-    late_s = float(np.percentile([one.sent_s for one in results], 99))
-    add("machine.sent_late_s.p99", late_s, "engine s", len(results))
-    add("machine.cpu_share", live.cpu_share, "of all", 1)
-    add("machine.cpu_limited", float(late_s > LATE_S * speed), "yes or no", 1)
+        if "live" in shares:
+            add(f"{name}.attained.difference", shares["live"] - shares["simulated"], "ratio", int(rows_in.sum()))
     return rows
 
 
-def simulated_rows(case: PromiseRun, decision_ms: float, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return what each class attains in the simulator alone, where all requests are sent on time."""
+def rows_by_decision_time(case: PromiseRun, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return the same of simulated runs alone, in which all requests are sent on time, by the time of a decision."""
     results = sorted((RequestResult(plan=plan) for plan in plan_of(case)), key=sent_at)
-    run = simulated(workload_of(results), scenario_of(arguments, decision_ms / 1000), case.seed)
-    attained, _, tokens = outcomes_simulated(run)
-    request_class = served_requests(results, NO_SLO).levels.request_class
-    rows: list[dict[str, Any]] = []
-    for number, name in enumerate(CLASSES):
-        rows_in = request_class == number
-        if rows_in.any():
-            prefix, num = f"{case.name}.{decision_ms:g}ms.{name}", int(rows_in.sum())
-            rows.append(
-                {"name": f"{prefix}.attained", "value": float(attained[rows_in].mean()), "unit": "ratio", "n": num}
-            )
-            share = float(tokens[rows_in].sum() / tokens.sum())
-            rows.append({"name": f"{prefix}.token_share", "value": share, "unit": "ratio", "n": num})
-    return rows
-
-
-Outcomes = tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_], npt.NDArray[np.int64]]
+    work = workload_of(results)
+    outcomes = {
+        f"{ms:g}ms": outcomes_simulated(simulated(work, scenario_of(arguments, ms / 1000), case.seed))
+        for ms in arguments.decision_ms
+    }
+    return class_rows(case, results, outcomes)
 
 
 def outcomes_live(results: Sequence[RequestResult]) -> Outcomes:

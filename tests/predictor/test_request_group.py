@@ -14,6 +14,7 @@ from predictor.config import EngineConfig
 from predictor.engine import Engine
 from predictor.engine_view import EndedRequest
 from predictor.forecast import Forecaster
+from predictor.forecast_result import Forecast, merged
 from predictor.group_ends import GroupEnds
 from predictor.lengths import Tag
 from predictor.request import RequestFacts, Slo
@@ -264,3 +265,16 @@ def test_the_ends_of_a_group_are_joined() -> None:
     ends.expect("many", 2)
     ends.forget("many")
     assert ends.joined([ended("many", 1, 0.1, 0.2)]) == [ended("many", 1, 0.1, 0.2)]
+
+
+@pytest.mark.parametrize(("hits", "all_hits"), [((3, 4, 5), 8), ((3, 4, None), None), ((None, 4, 5), None)])
+def test_prefix_hits_of_several_prompts_are_known_if_each_is(
+    hits: tuple[int | None, ...], all_hits: int | None
+) -> None:
+    """The second sequence answers the same prompt as the first, which leads it."""
+    one = Forecast(
+        request_id="one", ttft_s=1.0, e2e_s=2.0, tpot_s=0.1, queue_s=0.0, output_tokens=5, num_preemptions=0,
+        prefix_hit_tokens=None, delay_sum_s=None, delay_worst_s=None, others_preempted=None,
+    )  # fmt: skip
+    members = [replace(one, prefix_hit_tokens=hit) for hit in hits]
+    assert merged(members, "all", (0, 2)).prefix_hit_tokens == all_hits
