@@ -94,7 +94,7 @@ class Policy:
         # a condition of the user's own holds for all requests
         harmless = entry.harmless.format(**spec.parameters) if spec.hold is None else ""
         self._harmless = condition(harmless, f"policy: {spec.name}") if harmless else self._hold
-        eligible = entry.eligible if spec.hold is None else ""
+        eligible = entry.eligible.format(**spec.parameters) if spec.hold is None else ""
         self._eligible = condition(eligible, f"policy: {spec.name}") if eligible else None
         self.holds = self._hold is not None
         self.keeps_deadlines = self._harmless is not self._hold

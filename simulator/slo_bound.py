@@ -98,6 +98,12 @@ class SloBound:
         seconds = self.optimum_s[kind]
         return self.num_instances / seconds if seconds > 0 else math.inf
 
+    @property
+    def worth_of_tiers(self) -> float:
+        """How far the optimum with tiers apart is above that with all mixed, as a share."""
+        mixed_s, tiers_s = self.optimum_s[MIXED], self.optimum_s[TIERS]
+        return mixed_s / tiers_s - 1 if 0 < tiers_s < math.inf else 0.0
+
     def as_table(self, shares: Sequence[float]) -> dict[str, object]:
         """Return all numbers by name."""
         return {
@@ -105,6 +111,7 @@ class SloBound:
             "work_bound_qps": {f"{share:g}": _or_none(self.rate(share, by_work=True)) for share in shares},
             "optimum_qps": {kind: _or_none(self.optimum(kind)) for kind in KINDS},
             "optimum_instance_s": {kind: _or_none(self.optimum_s[kind]) for kind in KINDS},
+            "worth_of_tiers": _or_none(self.worth_of_tiers),
             "tier_instance_s": {name: _or_none(seconds) for name, seconds in self.tier_s.items()},
             "num_impossible": self.num_impossible,
         }

@@ -207,11 +207,11 @@ POLICIES = {
     "slo": PolicyEntry(
         make=slo.make,
         formula="affinity * tier distance + decode_step_s + lambda * queued_prefill_s, held until "
-        f"{slo.ADMITS} and the queue is short",
+        f"{slo.KEEPS}, the tier fits and the queue is short",
         source="ours",
         needs=("tier_ratio", "tier_closed", "decode_step_s", "queued_prefill_s"),
         parameters={
-            "affinity": Parameter(default=1000.0, meaning="weight of the tier distance; 0: least loaded"),
+            "affinity": Parameter(default=1000.0, meaning="weight of the tier distance; 0: no tiers"),
             "lambda": Parameter(default=1.0, meaning="weight of queued prefill"),
             "backlog": Parameter(
                 default=slo.BACKLOG_S, meaning="seconds that a request may wait in an engine, rather than here"

@@ -32,9 +32,10 @@ class PolicyEntry:
     wins. Of equal scores the lowest `tie_break` wins, a formula over indicators, and then the first instance id. With
     `sample`, that number of candidates is chosen at random first. With `hold`, a condition over indicators, a request
     waits at the scheduler until the condition is true for an instance; one that is late already, and best effort, waits
-    until `harmless` is true for one (empty: `hold`). Both may name parameters in braces. While it waits, only instances
-    are asked for which `eligible` is true, if there are any: a part of `hold` that reads no forecasts. `least_slack`
-    names the parameters that `harmless` compares `least_slack_s` with, for best effort and for late requests.
+    until `harmless` is true for one (empty: `hold`). While it waits, only instances are asked for which `eligible` is
+    true, if there are any: a part of `hold` that reads no forecasts. All three may name parameters in braces.
+    `least_slack` names the parameters that `harmless` compares `least_slack_s` with, for best effort and for late
+    requests.
 
     Where prefill and decode are disaggregated, `prefill` is the policy of prefill legs (empty: this one), and
     `disaggregate` the condition over indicators for two legs, which may name parameters in braces (empty: by forecast

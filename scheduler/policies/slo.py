@@ -37,7 +37,7 @@ SLACK_S, LATE_SLACK_S = 0.05, 1.0
 # Both are true where a sidecar does not say how much slack there is, or how strict its instance is.
 LEAVES_SLACK = "otherwise(least_slack_s, 1e9) >= ({late_slack} if late > 0 else {slack})"
 FITS_TIER = "otherwise(tier_fits, 1) > 0"
-ELIGIBLE = f"({FITS_TIER} or highest(tier_fits) < 1)"
+ELIGIBLE = f"({FITS_TIER} or highest(tier_fits) < 1 or {{affinity}} <= 0)"
 ADMITS = f"{KEEPS} and {ELIGIBLE}"
 EMPTY, STRICTER, LOOSER = 1.0, 2.0, 10.0  # distances; that of the same tier is 0
 

@@ -55,6 +55,7 @@ def test_the_tpot_limits_the_batch() -> None:
     """
     bound = slo_bound(specs(2, PER_TOKEN), asking([(1, 101)] * 5, 1.1, 1.5))
     assert bound.optimum_s[TIERS] == bound.optimum_s[MIXED] == pytest.approx(100 * 1.404 / 4)
+    assert bound.worth_of_tiers == 0
     assert bound.optimum_s[MEMORY] == pytest.approx(100 * 1.808 / 8)
     assert bound.optimum(TIERS) == pytest.approx(2 / 35.1)
     assert bound.tier_s == {"1.5": pytest.approx(35.1)}
@@ -72,6 +73,7 @@ def test_loose_requests_pay_for_strict_ones_where_they_are_mixed() -> None:
     assert bound.tier_s == {"1.5": pytest.approx(35.1), "2": pytest.approx(22.6)}
     assert bound.optimum_s[TIERS] == pytest.approx((3 * 35.1 + 22.6) / 4)
     assert bound.optimum_s[MIXED] == pytest.approx(35.1)
+    assert bound.worth_of_tiers == pytest.approx(35.1 / ((3 * 35.1 + 22.6) / 4) - 1)
 
 
 def test_memory_limits_the_batch() -> None:

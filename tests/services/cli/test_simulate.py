@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -108,7 +109,7 @@ def test_attainment_is_reported_by_tier_and_tenant(mix: str) -> None:
     assert "tier 40 ms" in table
     assert f"slo: {slo['num_shed']} shed" in table
     assert "no placement on these instances serves more requests/s by their deadlines than" in table
-    assert "tiers apart" in table
+    assert f"tiers apart are worth {100 * found['bound']['worth_of_tiers']:.1f} %" in table
 
 
 def test_demoted_requests_are_counted(mix: str) -> None:
@@ -378,7 +379,10 @@ def test_shares_are_printed_as_they_were_given() -> None:
         num_instances=1, num_requests=2, tokens=np.ones(2), costs_s=np.ones(2), optimum_s=dict.fromkeys(KINDS, 1.0),
         tier_s={"0.05": 1.0}, allowed_s=1.0,
     )  # fmt: skip
-    first, *_ = bound_lines(bound, (0.995,))
+    first, _, *others = bound_lines(bound, (0.995,))
+    assert not any("tiers apart are worth" in line for line in others)  # there is one tier only
+    two = replace(bound, tier_s={"0.05": 1.0, "0.1": 1.0})
+    assert "tiers apart are worth 0.0 %: compare slo with slo: affinity = 0, which has none" in list(bound_lines(two))
     assert "with 99.5 % of the requests" in first
     assert "with 99.5 % of the tokens" in first
 
