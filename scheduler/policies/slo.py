@@ -6,7 +6,7 @@ Score = tier distance, then load (late requests: -load)
 An instance is of the tier that the list of instances gives, or else as strict as the strictest request that can still
 attain its deadlines there. A request goes first to an instance that is as strict as itself, then to an empty one, then
 to the nearest stricter one. It goes to a looser one, which it makes strict for all requests there, only where all are
-looser. Of equals the least loaded one is chosen.
+looser. Of equals the least loaded one is chosen. Without `affinity` there are no tiers; closed instances stay closed.
 
 Best effort, and a request that is late already, goes where no other request misses a deadline because of it, and all
 keep `slack` or `late_slack` seconds, so that the next request with deadlines still finds room: first to instances that
@@ -37,7 +37,7 @@ SLACK_S, LATE_SLACK_S = 0.05, 1.0
 # Both are true where a sidecar does not say how much slack there is, or how strict its instance is.
 LEAVES_SLACK = "otherwise(least_slack_s, 1e9) >= ({late_slack} if late > 0 else {slack})"
 FITS_TIER = "otherwise(tier_fits, 1) > 0"
-ELIGIBLE = f"({FITS_TIER} or highest(tier_fits) < 1 or {{affinity}} <= 0)"
+ELIGIBLE = f"({FITS_TIER} or highest(tier_fits) < 1 or {{affinity}} <= 0 and tier_closed < 1)"
 ADMITS = f"{KEEPS} and {ELIGIBLE}"
 EMPTY, STRICTER, LOOSER = 1.0, 2.0, 10.0  # distances; that of the same tier is 0
 

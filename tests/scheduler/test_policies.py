@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import scheduler.policies
-from scheduler.candidates import RequestIndicators
+from scheduler.candidates import Candidates, RequestIndicators
 from scheduler.indicators import IndicatorSource, require_indicator, roots_of
 from scheduler.instance_table import InstanceTable
 from scheduler.policies import POLICIES
@@ -659,35 +659,11 @@ def test_late_requests_go_where_no_deadline_is_left_and_else_to_the_busiest_of_t
     assert order(late=1, text="slo: affinity = 0") == "abcd"
 
 
-def test_slo_without_affinity_admits_on_looser_instances_as_well() -> None:
-    """Which is better where the batches of instances are limited by memory, so that strict requests cost others nothing."""
-    columns: Columns = {
+def two_loaded(**columns: list[float]) -> Candidates:
+    """Return two instances that keep all deadlines of a strict request, but for what is given."""
+    ready: Columns = {
         "num_running": [1, 1],
         "num_waiting": [0, 0],
-        "least_tpot_slo_s": [0.02, 0.1],
-        "predicted_attained": [0.0, 1.0],
-        "others_missed": [0, 0],
-        "predicted_preemptions": [0, 0],
-        "others_preempted": [0, 0],
-        "predicted_queue_s": [0.0, 0.0],
-        "decode_step_s": [0.01, 0.01],
-        "queued_prefill_s": [0.0, 0.0],
-    }
-    candidates = fleet(request=RequestIndicators(prompt_tokens=100, due_s=1.0, tpot_slo_s=0.02), **columns)
-    tiers, none = policy_from("slo"), policy_from("slo: affinity = 0")
-    assert tiers.admits(candidates).tolist() == [False, False]
-    assert len(tiers.eligible(candidates)) == 1
-    assert none.admits(candidates).tolist() == [False, True]
-    assert len(none.eligible(candidates)) == 2
-
-
-@pytest.mark.parametrize("name", ["slo", "polyserve"])
-def test_an_instance_that_does_not_say_how_strict_it_is_admits_requests(name: str) -> None:
-    """Otherwise a request would wait for as long as it may, however idle the instance is."""
-    columns: Columns = {
-        "num_running": [1, 1],
-        "num_waiting": [0, 0],
-        "least_tpot_slo_s": [math.nan, 0.1],  # the second one is looser than the request
         "predicted_attained": [1.0, 1.0],
         "others_missed": [0, 0],
         "predicted_preemptions": [0, 0],
@@ -696,7 +672,34 @@ def test_an_instance_that_does_not_say_how_strict_it_is_admits_requests(name: st
         "decode_step_s": [0.01, 0.01],
         "queued_prefill_s": [0.0, 0.0],
     }
-    candidates = fleet(request=RequestIndicators(prompt_tokens=100, due_s=1.0, tpot_slo_s=0.02), **columns)
+    request = RequestIndicators(prompt_tokens=100, due_s=1.0, tpot_slo_s=0.02)
+    return fleet(request=request, **{**ready, **columns})
+
+
+def test_slo_without_affinity_admits_on_looser_instances_as_well() -> None:
+    """There are no tiers then: the request need not wait for the strict instance, which is full."""
+    candidates = two_loaded(least_tpot_slo_s=[0.02, 0.1], predicted_attained=[0.0, 1.0])
+    tiers, none = policy_from("slo"), policy_from("slo: affinity = 0")
+    assert tiers.admits(candidates).tolist() == [False, False]
+    assert len(tiers.eligible(candidates)) == 1
+    assert none.admits(candidates).tolist() == [False, True]
+    assert len(none.eligible(candidates)) == 2
+
+
+def test_slo_without_affinity_leaves_closed_instances_alone() -> None:
+    """The provisioner has closed the second one: it is pending for another tier."""
+    candidates = two_loaded(
+        least_tpot_slo_s=[0.02, 0.1], predicted_attained=[0.0, 1.0], tier_tpot_s=[0.02, 0.1], tier_closed=[0, 1]
+    )
+    policy = policy_from("slo: affinity = 0")
+    assert policy.admits(candidates).tolist() == [False, False]
+    assert policy.eligible(candidates).instance_id(0) == "a"
+
+
+@pytest.mark.parametrize("name", ["slo", "polyserve"])
+def test_an_instance_that_does_not_say_how_strict_it_is_admits_requests(name: str) -> None:
+    """Otherwise a request would wait for as long as it may, however idle the instance is."""
+    candidates = two_loaded(least_tpot_slo_s=[math.nan, 0.1])  # the second one is looser than the request
     policy = policy_from(name)
     assert policy.admits(candidates, patient=False)[0]
     assert policy.admits(candidates, patient=True).all()  # an idle instance has no slack to say
