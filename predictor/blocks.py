@@ -145,11 +145,18 @@ def register_full(state: State, slot: int, num_tokens: int) -> None:
 
     The last tokens may be computed again by a drafter with several modules (`num_reprefillable_tokens`).
     """
-    engine, request = state.engine[0], state.requests[slot]
+    engine = state.engine[0]
     if engine.num_prefill_lookahead_tokens > 1:
         num_tokens -= engine.num_prefill_lookahead_tokens - 1
-    if engine.prefix_caching and num_tokens >= (request.full_blocks + 1) * engine.block_size:
+    if fills_block(state, slot, num_tokens):
         _register(state, slot, num_tokens // engine.block_size)
+
+
+@small_kernel
+def fills_block(state: State, slot: int, num_tokens: int) -> bool:
+    """Return whether `num_tokens` tokens fill a block of the request that is not registered for prefix hits yet."""
+    engine = state.engine[0]
+    return engine.prefix_caching and num_tokens >= (state.requests[slot].full_blocks + 1) * engine.block_size
 
 
 @kernel

@@ -29,7 +29,12 @@ def begin(state: State) -> None:
 @small_kernel
 def assign(state: State, slot: int, num_tokens: int) -> None:
     """Add tokens of a request to the step that is being planned."""
-    index = current(state)
+    assign_to(state, current(state), slot, num_tokens)
+
+
+@small_kernel
+def assign_to(state: State, index: int, slot: int, num_tokens: int) -> None:
+    """Add tokens of a request to the step with this index, which is being planned."""
     step = state.steps[index]
     entry = state.batch[index, step.num_scheduled]
     entry.slot = slot
@@ -81,22 +86,36 @@ def launch(state: State) -> None:
         step.extra_s += adapters.load_for_step(state)
     if engine.max_encoder_tokens > 0:
         step.extra_s += encoder_inputs.tokens_of_step(state) * engine.encoder_token_s
+    now_s, has_drafts, is_ahead = engine.now_s, engine.num_speculative_tokens > 0, engine.pipeline_depth > 1
+    num_decodes = context = longest = 0  # of one token each; sums in the step would be written for each request
     for position in range(step.num_scheduled):
         entry = state.batch[index, position]
         request = state.requests[entry.slot]
-        before = request.computed_tokens
-        request.computed_tokens = before + entry.tokens
-        request.in_flight_tokens += entry.tokens
+        before, num_tokens = request.computed_tokens, entry.tokens
+        computed = before + num_tokens
+        request.computed_tokens = computed
+        request.in_flight_tokens += num_tokens
         if request.scheduled_s < 0:
-            request.scheduled_s = engine.now_s
-        entry.sampled = request.computed_tokens >= tokens_of(state, entry.slot)
+            request.scheduled_s = now_s
+        sampled = computed >= tokens_of(state, entry.slot)
+        entry.sampled = sampled
         entry.drafts = 0
-        if engine.num_speculative_tokens > 0:
+        if has_drafts:
             note_drafts(state, entry)
-        add_to_sums(step, entry, before)
-        if entry.sampled and engine.pipeline_depth > 1:
+        if num_tokens == 1 and sampled and not has_drafts:
+            num_decodes += 1
+            context += computed
+            longest = max(longest, computed)
+        else:
+            add_to_sums(step, entry, before)
+        if sampled and is_ahead:
             request.placeholders += 1 + entry.drafts
-    put_in_flight(state, engine.now_s)
+    step.num_tokens += num_decodes
+    step.num_sampled += num_decodes
+    step.num_decodes += num_decodes
+    step.decode_context += context
+    step.decode_longest = max(step.decode_longest, longest)
+    put_in_flight(state, now_s)
     engine.num_steps += 1
 
 
@@ -186,7 +205,10 @@ def retire(state: State) -> None:
     engine.awaits_step = 0
     if engine.defers_frees:
         free_deferred(state, index)
-    num_finished = 0
+    has_encoder = engine.max_encoder_tokens > 0
+    proposes = engine.num_speculative_tokens > 0 and engine.pipeline_depth == 1
+    drops_stale, learns_late = engine.drops_stale, engine.pipeline_depth > 1 or engine.is_sglang
+    num_sampled = num_finished = 0
     from_waiting = False
     for position in range(step.num_scheduled):
         entry = state.batch[index, position]
@@ -195,22 +217,24 @@ def retire(state: State) -> None:
         stale = request.stale_tokens > 0
         if stale:
             request.stale_tokens -= entry.tokens
-        if request.status == FINISHED or (stale and engine.drops_stale):
+        if request.status == FINISHED or (stale and drops_stale):
             continue
-        if encoder_inputs.has_some(state, entry.slot):
+        if has_encoder and encoder_inputs.has_some(state, entry.slot):
             encoder_inputs.release_computed(state, entry.slot)
         if not entry.sampled:
             continue
-        engine.fruitless_preemptions = 0
+        num_sampled += 1
         num_tokens = take_tokens(state, entry, stale)
-        if not stale:
+        if learns_late and not stale:
             know_tokens(state, entry.slot, num_tokens)
         if request.output_tokens >= request.final_tokens:
             from_waiting = from_waiting or request.status == WAITING
             queues.complete(state, entry.slot)
             num_finished += 1
-        elif engine.num_speculative_tokens > 0 and engine.pipeline_depth == 1:
+        elif proposes:
             propose(state, entry)
+    if num_sampled > 0:
+        engine.fruitless_preemptions = 0
     if num_finished > 0:
         queues.drop_finished(state, from_waiting)
     queues.forget_when_idle(state)

@@ -26,7 +26,7 @@ from predictor.compiled import kernel, small_kernel
 from predictor.kernel_addresses import by_address
 from predictor.state import RUNNING, State
 from predictor.state_allocation import state_type
-from predictor.tabulated_costs import step_seconds
+from predictor.tabulated_costs import Costs, step_seconds
 
 
 @kernel
@@ -280,31 +280,52 @@ def add(state: State, slot: int, before: int, num_tokens: int) -> None:
     steps.add_to_sums(step, entry, before)
 
 
-@kernel
+@small_kernel
 def largest_chunk(state: State, before: int, wanted: int, most: int, seconds: float) -> int:
-    """Return how many of a request's `wanted` tokens, at most `most`, fit into the step; 0 where none does.
-
-    The search assumes that a step takes longer with more tokens of a prefill. A single token is computed as a decode,
-    which can be faster or slower.
-    """
-    if seconds == np.inf or fits_in_time(state, before, wanted, most, seconds):
+    """Return how many of a request's `wanted` tokens, at most `most`, fit into the step; 0 where none does."""
+    if seconds == np.inf:
         return most
-    if most > 2 and fits_in_time(state, before, wanted, 2, seconds):
+    step = state.steps[steps.current(state)]
+    return int(_largest_chunk(state.costs, step, state.engine[0].belief, before, wanted, most, seconds))
+
+
+@small_kernel
+def fits_in_time(state: State, before: int, wanted: int, num_tokens: int, seconds: float) -> bool:
+    """Return whether the step ends within its limit with `num_tokens` more tokens of a request."""
+    step = state.steps[steps.current(state)]
+    return bool(_fits_in_time(state.costs, step, state.engine[0].belief, before, wanted, num_tokens, seconds))
+
+
+# These have few arguments: a call with the whole state takes longer than the search.
+
+
+@kernel
+def _largest_chunk(
+    costs: Costs, step: np.record, belief: float, before: int, wanted: int, most: int, seconds: float
+) -> int:
+    """Search the largest chunk.
+
+    A step is assumed to take longer with more tokens of a prefill. A single token is computed as a decode, which can
+    be faster or slower.
+    """
+    if _fits_in_time(costs, step, belief, before, wanted, most, seconds):
+        return most
+    if most > 2 and _fits_in_time(costs, step, belief, before, wanted, 2, seconds):
         chunk, too_many = 2, most
         while too_many - chunk > 1:
             middle = (chunk + too_many) // 2
-            if fits_in_time(state, before, wanted, middle, seconds):
+            if _fits_in_time(costs, step, belief, before, wanted, middle, seconds):
                 chunk = middle
             else:
                 too_many = middle
         return chunk
-    return 1 if most > 1 and fits_in_time(state, before, wanted, 1, seconds) else 0
+    return 1 if most > 1 and _fits_in_time(costs, step, belief, before, wanted, 1, seconds) else 0
 
 
 @kernel
-def fits_in_time(state: State, before: int, wanted: int, num_tokens: int, seconds: float) -> bool:
-    """Return whether the step ends within its limit with `num_tokens` more tokens of a request."""
-    step = state.steps[steps.current(state)]
+def _fits_in_time(
+    costs: Costs, step: np.record, belief: float, before: int, wanted: int, num_tokens: int, seconds: float
+) -> bool:
     num_decodes, num_prefills = step.num_decodes, step.num_prefills
     context, longest = step.decode_context, step.decode_longest
     prefill_qq, prefill_qkv = step.prefill_qq, step.prefill_qkv
@@ -316,19 +337,24 @@ def fits_in_time(state: State, before: int, wanted: int, num_tokens: int, second
         num_prefills += 1
         prefill_qq += float(num_tokens) * num_tokens
         prefill_qkv += float(num_tokens) * before
-    took_s = state.engine[0].belief * step_seconds(
-        state.costs, step.num_tokens + num_tokens, step.num_sampled + (num_tokens == wanted), num_decodes, context,
+    took_s = belief * step_seconds(
+        costs, step.num_tokens + num_tokens, step.num_sampled + (num_tokens == wanted), num_decodes, context,
         num_prefills, prefill_qq, prefill_qkv, longest,
     )  # fmt: skip
     return took_s <= seconds
 
 
-@kernel
+@small_kernel
 def make_room(state: State, slot: int, num_tokens: int) -> bool:
     """Choose the last running requests in the order to be preempted until blocks suffice for `num_tokens` tokens.
 
     Returns False where too few requests come after this one; those in the step already come before it.
     """
+    return blocks.has_room(state, slot, num_tokens) or bool(_make_room(state, slot, num_tokens))
+
+
+@kernel
+def _make_room(state: State, slot: int, num_tokens: int) -> bool:
     engine = state.engine[0]
     step = state.steps[steps.current(state)]
     while blocks.blocks_for(num_tokens, engine.block_size) - state.requests[slot].num_blocks > engine.num_free_blocks:

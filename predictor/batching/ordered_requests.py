@@ -177,50 +177,57 @@ def weight_of(state: State, slot: int, first_token_weight: float) -> float:
 @small_kernel
 def goes_before(state: State, slot: int, other: int) -> bool:
     """Order by rank, then due time, then as the engine orders its queue."""
-    a, b = state.ranks[slot], state.ranks[other]
+    return _goes_before(state.ranks, state.requests, bool(state.engine[0].by_priority), slot, other)
+
+
+@small_kernel
+def _goes_before(ranks: np.ndarray, requests: np.ndarray, by_priority: bool, slot: int, other: int) -> bool:
+    a, b = ranks[slot], ranks[other]
     if a.group != b.group:
-        return a.group < b.group
+        return bool(a.group < b.group)
     if a.key != b.key:
-        return a.key < b.key
+        return bool(a.key < b.key)
     if a.due_s != b.due_s:
-        return a.due_s < b.due_s
-    one, two = state.requests[slot], state.requests[other]
-    if state.engine[0].by_priority and one.priority != two.priority:
-        return one.priority < two.priority
+        return bool(a.due_s < b.due_s)
+    one, two = requests[slot], requests[other]
+    if by_priority and one.priority != two.priority:
+        return bool(one.priority < two.priority)
     if one.arrival_s != two.arrival_s:
-        return one.arrival_s < two.arrival_s
-    return one.tie_break < two.tie_break
+        return bool(one.arrival_s < two.arrival_s)
+    return bool(one.tie_break < two.tie_break)
 
 
 @kernel
-def sift_down(state: State, place: int, count: int) -> None:
+def _sift_down(
+    heap: np.ndarray, ranks: np.ndarray, requests: np.ndarray, by_priority: bool, place: int, count: int
+) -> None:
     """Move a request of the heap down to where it belongs."""
-    heap = state.turns
     slot = heap[place]
     while 2 * place + 1 < count:
         child = 2 * place + 1
-        if child + 1 < count and goes_before(state, heap[child + 1], heap[child]):
+        if child + 1 < count and _goes_before(ranks, requests, by_priority, heap[child + 1], heap[child]):
             child += 1
-        if not goes_before(state, heap[child], slot):
+        if not _goes_before(ranks, requests, by_priority, heap[child], slot):
             break
         heap[place] = heap[child]
         place = child
     heap[place] = slot
 
 
-@kernel
+@small_kernel
 def make_heap(state: State, count: int) -> None:
     """Turn the first `count` requests of `turns` into a heap."""
+    by_priority = bool(state.engine[0].by_priority)
     for place in range(count // 2 - 1, -1, -1):
-        sift_down(state, place, count)
+        _sift_down(state.turns, state.ranks, state.requests, by_priority, place, count)
 
 
-@kernel
+@small_kernel
 def pop(state: State, count: int) -> int:
     """Return the first of the `count` requests in the heap; it moves behind the others."""
     slot = state.turns[0]
     state.turns[0] = state.turns[count - 1]
     state.turns[count - 1] = slot
     if count > 2:
-        sift_down(state, 0, count - 1)
-    return slot
+        _sift_down(state.turns, state.ranks, state.requests, bool(state.engine[0].by_priority), 0, count - 1)
+    return int(slot)

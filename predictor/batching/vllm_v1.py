@@ -7,6 +7,8 @@ is never steady.
 
 from __future__ import annotations
 
+import numpy as np
+
 from predictor import adapters, blocks, encoder_inputs, queues, remote_kv, steps
 from predictor.compiled import kernel, small_kernel
 from predictor.state import FETCH_FAILED, FETCHED, TO_FETCH, WAITING, State
@@ -45,6 +47,8 @@ def schedule_running(state: State, budget: int, threshold: int) -> tuple[int, bo
     """Schedule the running requests; return the remaining budget, and whether all decode from the next step on."""
     engine = state.engine[0]
     slots = engine.draft_slots
+    index = steps.current(state)
+    decodes_simply, max_tokens, is_ahead = has_simple_decodes(engine), engine.max_model_len, engine.pipeline_depth > 1
     steady = True
     position = 0
     while position < engine.num_running and budget > slots:
@@ -53,6 +57,15 @@ def schedule_running(state: State, budget: int, threshold: int) -> tuple[int, bo
         if is_ending(state, slot):
             position += 1
             continue
+        computed = request.computed_tokens + 1
+        if decodes_simply and computed == steps.tokens_of(state, slot) and computed < max_tokens:
+            if blocks.has_room(state, slot, computed) and not blocks.fills_block(state, slot, computed):
+                steady = steady and request.num_hashes <= request.full_blocks
+                steady = steady and (not is_ahead or request.output_tokens + request.placeholders > 0)
+                steps.assign_to(state, index, slot, 1)
+                budget -= 1
+                position += 1
+                continue
         num_tokens = uncomputed_tokens(state, slot, threshold, budget - slots)
         num_tokens = min(num_tokens, engine.max_model_len - request.computed_tokens - 1)
         has_inputs = encoder_inputs.has_some(state, slot)
@@ -82,6 +95,18 @@ def schedule_running(state: State, budget: int, threshold: int) -> tuple[int, bo
         budget -= num_tokens + slots
         position += 1
     return budget, steady and position == engine.num_running
+
+
+@small_kernel
+def has_simple_decodes(engine: np.record) -> bool:
+    """Return whether requests that decode need nothing but a token and its block: no draft tokens, no encoder."""
+    return bool(
+        engine.num_speculative_tokens == 0
+        and engine.max_encoder_tokens == 0
+        and engine.draft_slots == 0
+        and engine.num_lookahead_tokens == 0
+        and engine.num_prefill_lookahead_tokens == 0
+    )
 
 
 @small_kernel
