@@ -205,10 +205,8 @@ def retire(state: State) -> None:
     engine.awaits_step = 0
     if engine.defers_frees:
         free_deferred(state, index)
-    has_encoder = engine.max_encoder_tokens > 0
     proposes = engine.num_speculative_tokens > 0 and engine.pipeline_depth == 1
-    drops_stale, learns_late = engine.drops_stale, engine.pipeline_depth > 1 or engine.is_sglang
-    num_sampled = num_finished = 0
+    num_finished = 0
     from_waiting = False
     for position in range(step.num_scheduled):
         entry = state.batch[index, position]
@@ -217,15 +215,15 @@ def retire(state: State) -> None:
         stale = request.stale_tokens > 0
         if stale:
             request.stale_tokens -= entry.tokens
-        if request.status == FINISHED or (stale and drops_stale):
+        if request.status == FINISHED or (stale and engine.drops_stale):
             continue
-        if has_encoder and encoder_inputs.has_some(state, entry.slot):
+        if encoder_inputs.has_some(state, entry.slot):
             encoder_inputs.release_computed(state, entry.slot)
         if not entry.sampled:
             continue
-        num_sampled += 1
+        engine.fruitless_preemptions = 0
         num_tokens = take_tokens(state, entry, stale)
-        if learns_late and not stale:
+        if not stale:
             know_tokens(state, entry.slot, num_tokens)
         if request.output_tokens >= request.final_tokens:
             from_waiting = from_waiting or request.status == WAITING
@@ -233,8 +231,6 @@ def retire(state: State) -> None:
             num_finished += 1
         elif proposes:
             propose(state, entry)
-    if num_sampled > 0:
-        engine.fruitless_preemptions = 0
     if num_finished > 0:
         queues.drop_finished(state, from_waiting)
     queues.forget_when_idle(state)

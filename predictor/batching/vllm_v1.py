@@ -48,7 +48,7 @@ def schedule_running(state: State, budget: int, threshold: int) -> tuple[int, bo
     engine = state.engine[0]
     slots = engine.draft_slots
     index = steps.current(state)
-    decodes_simply, max_tokens, is_ahead = has_simple_decodes(engine), engine.max_model_len, engine.pipeline_depth > 1
+    has_simple = has_simple_decodes(engine)
     steady = True
     position = 0
     while position < engine.num_running and budget > slots:
@@ -57,15 +57,12 @@ def schedule_running(state: State, budget: int, threshold: int) -> tuple[int, bo
         if is_ending(state, slot):
             position += 1
             continue
-        computed = request.computed_tokens + 1
-        if decodes_simply and computed == steps.tokens_of(state, slot) and computed < max_tokens:
-            if blocks.has_room(state, slot, computed) and not blocks.fills_block(state, slot, computed):
-                steady = steady and request.num_hashes <= request.full_blocks
-                steady = steady and (not is_ahead or request.output_tokens + request.placeholders > 0)
-                steps.assign_to(state, index, slot, 1)
-                budget -= 1
-                position += 1
-                continue
+        if has_simple and is_simple_decode(state, slot):
+            steady = steady and goes_on_decoding(state, slot, request.computed_tokens + 1)
+            steps.assign_to(state, index, slot, 1)
+            budget -= 1
+            position += 1
+            continue
         num_tokens = uncomputed_tokens(state, slot, threshold, budget - slots)
         num_tokens = min(num_tokens, engine.max_model_len - request.computed_tokens - 1)
         has_inputs = encoder_inputs.has_some(state, slot)
@@ -106,6 +103,18 @@ def has_simple_decodes(engine: np.record) -> bool:
         and engine.draft_slots == 0
         and engine.num_lookahead_tokens == 0
         and engine.num_prefill_lookahead_tokens == 0
+    )
+
+
+@small_kernel
+def is_simple_decode(state: State, slot: int) -> bool:
+    """Return whether a request decodes a token for which it has room, in a block that is not full with it."""
+    computed = state.requests[slot].computed_tokens + 1
+    return (
+        computed == steps.tokens_of(state, slot)
+        and computed < state.engine[0].max_model_len
+        and blocks.has_room(state, slot, computed)
+        and not blocks.fills_block(state, slot, computed)
     )
 
 

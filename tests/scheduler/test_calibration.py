@@ -124,9 +124,7 @@ def test_no_outcome_makes_a_forecast_senseless(outcomes: list[tuple[float, float
     """Whatever is observed, times stay in order and finite."""
     calibration = Calibration()
     for ttft_s, e2e_s, predicted_ttft_s, more_s, tokens in outcomes:
-        predicted = replace(
-            PREDICTED, ttft_s=predicted_ttft_s, e2e_s=predicted_ttft_s + more_s, output_tokens=tokens
-        )
+        predicted = replace(PREDICTED, ttft_s=predicted_ttft_s, e2e_s=predicted_ttft_s + more_s, output_tokens=tokens)
         calibration.observe(predicted, ttft_s, e2e_s)
     corrected = calibration.corrected(PREDICTED)
     assert 0 <= corrected.queue_s <= corrected.ttft_s <= corrected.e2e_s < math.inf
