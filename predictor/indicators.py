@@ -129,7 +129,9 @@ def sum_up(state: State, sums: np.ndarray, load: np.ndarray) -> None:
         request = requests[state.transfers[position]]
         if request.stage == HELD:
             sums[6] += request.num_blocks
-    load[0], load[1], load[2] = shown(state, times)
+    times_shown = shown(state, times)
+    for place in range(len(LOAD)):
+        load[place] = times_shown[place]
 
 
 class EngineCounters:

@@ -1,4 +1,9 @@
-"""The load of an engine as times by its profile, and the shortest target that a request there can still attain."""
+"""The load of an engine as times by its profile, and the shortest target that a request there can still attain.
+
+`efficient_step_s` says from which TPOT target on requests like those there cost hardly more than with any longer one. A
+step with n decodes, and as many prompt tokens as requests need for n decodes on average, costs each of them its time
+over n. That falls while weights and constants are shared by more requests, until computing limits it.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +14,21 @@ from predictor.batching import ordered_requests
 from predictor.compiled import kernel, small_kernel
 from predictor.state import NO_TRANSFER, State
 from predictor.step_time import DECODE_REGION, PREFILL_REGION
-from predictor.tabulated_costs import step_seconds
+from predictor.tabulated_costs import Costs, step_seconds
 
-LOAD = ("decode_step_s", "queued_prefill_s", "least_tpot_slo_s")  # the indicators that `shown` returns
-NONE_YET = (0.0, 0.0, 0.0, 0.0, np.inf)  # requests, their context, the longest one, seconds of prefill, shortest target
+LOAD = ("decode_step_s", "queued_prefill_s", "least_tpot_slo_s", "efficient_step_s")  # the indicators that `shown` returns
+# requests, their context, the longest one, seconds of prefill, shortest target, tokens of prompts, and of responses
+NONE_YET = (0.0, 0.0, 0.0, 0.0, np.inf, 0.0, 0.0)
+EFFICIENT = 1.05  # times the least cost of a request
+MORE = 1.5  # factor between the numbers of decodes that are compared
 
-Sums = tuple[float, float, float, float, float]
+Sums = tuple[float, float, float, float, float, float, float]
 
 
 @kernel
 def added(state: State, slot: int, sums: Sums) -> Sums:
     """Add a request that runs, waits or is reserved."""
-    num, context, longest, prefill_s, tpot_s = sums
+    num, context, longest, prefill_s, tpot_s, prompts, responses = sums
     request = state.requests[slot]
     tokens = float(request.prompt_tokens + request.output_tokens)
     left = tokens - request.computed_tokens
@@ -30,7 +38,9 @@ def added(state: State, slot: int, sums: Sums) -> Sums:
     if not is_missed(state, slot):
         target_s = state.facts[slot].tpot_slo_s
         tpot_s = min(tpot_s, target_s)  # in this order: NaN is no target
-    return num + 1.0, context + tokens, max(longest, tokens), prefill_s, tpot_s
+    prompts += max(0, request.prompt_tokens - request.hit_tokens)
+    responses += request.expected_tokens
+    return num + 1.0, context + tokens, max(longest, tokens), prefill_s, tpot_s, prompts, responses
 
 
 @small_kernel
@@ -43,9 +53,9 @@ def is_missed(state: State, slot: int) -> bool:
 
 
 @small_kernel
-def shown(state: State, sums: Sums) -> tuple[float, float, float]:
+def shown(state: State, sums: Sums) -> tuple[float, float, float, float]:
     """Return the indicators, in the order of LOAD; of more requests than there are seats, so many mean ones decode."""
-    all_requests, all_context, longest, prefill_s, tpot_s = sums
+    all_requests, all_context, longest, prefill_s, tpot_s, prompts, responses = sums
     engine = state.engine[0]
     num = int(min(all_requests, float(engine.max_num_seqs)))
     step_s = 0.0
@@ -53,4 +63,44 @@ def shown(state: State, sums: Sums) -> tuple[float, float, float]:
         context = num * (all_context / all_requests + 1.0)
         pace = engine.pace * engine.region_pace[DECODE_REGION]
         step_s = pace * step_seconds(state.costs, num, num, num, context, 0, 0.0, 0.0, longest + 1.0)
-    return step_s, engine.pace * engine.region_pace[PREFILL_REGION] * prefill_s, tpot_s
+    efficient_s = np.inf
+    if tpot_s < np.inf and responses > all_requests:
+        room = float(engine.num_blocks * engine.block_size)
+        efficient_s = engine.pace * _efficient_step_s(
+            state.costs, engine.max_num_seqs, engine.max_num_batched_tokens, room,
+            prompts / responses, (prompts + responses / 2) / all_requests,
+        )  # fmt: skip
+    return step_s, engine.pace * engine.region_pace[PREFILL_REGION] * prefill_s, tpot_s, efficient_s
+
+
+@kernel
+def _efficient_step_s(
+    costs: Costs, max_num_seqs: int, max_num_tokens: int, room: float, prompt_share: float, context: float
+) -> float:
+    """Return the time of the shortest step that is efficient; a decode comes with `prompt_share` tokens of prompts."""
+    most = int(max(1.0, min(float(max_num_seqs), min(max_num_tokens / (1.0 + prompt_share), room / max(1.0, context)))))
+    num, best = most, most
+    least_s = _seconds_with(costs, most, prompt_share, context) / most
+    while num > 1:
+        num = int(num / MORE)
+        cost_s = _seconds_with(costs, num, prompt_share, context) / num
+        if cost_s < least_s:
+            least_s, best = cost_s, num
+    few, enough = 0, best
+    while enough - few > 1:
+        middle = (few + enough) // 2
+        if _seconds_with(costs, middle, prompt_share, context) <= EFFICIENT * least_s * middle:
+            enough = middle
+        else:
+            few = middle
+    return _seconds_with(costs, enough, prompt_share, context)
+
+
+@small_kernel
+def _seconds_with(costs: Costs, num: int, prompt_share: float, context: float) -> float:
+    """Return the time of a step with `num` decodes and their share of prompts; that of a prompt is half computed."""
+    prompt_tokens = int(num * prompt_share)
+    return step_seconds(
+        costs, num + prompt_tokens, num, num, num * context, min(1, prompt_tokens),
+        float(prompt_tokens) * prompt_tokens, 0.5 * prompt_tokens * context, 0.0,
+    )  # fmt: skip

@@ -107,6 +107,13 @@ REPORTED = (
         "s",
         "shortest TPOT target of the requests there that have missed no deadline; infinite without one",
     ),
+    _reported(
+        "efficient_step_s",
+        "s",
+        "step time from which on requests like those there cost at most 5 % more than with any longer steps; infinite "
+        "where none has a TPOT target",
+        math.inf,
+    ),
 )
 
 OTHERS = (
@@ -213,6 +220,14 @@ def _tier_ratio(of: Columns) -> Column:
     return ratio
 
 
+def _tiers_matter(of: Columns) -> Column:
+    """Compare efficient steps with the shortest target; an instance where none is known is like the best other one."""
+    own_s, least_s = of["efficient_step_s"], of["least_tpot_slo_s"]
+    efficient_s = np.where(own_s < math.inf, own_s, np.fmin.reduce(own_s, initial=math.inf))
+    shortest_s = np.fmin(of["tpot_slo_s"], np.fmin.reduce(least_s, initial=math.inf))
+    return np.where(of["tier_tpot_s"] < math.inf, 1.0, efficient_s > shortest_s)
+
+
 def _tier_fits(of: Columns) -> Column:
     ratio, closed = of["tier_ratio"], of["tier_closed"]
     fits = (ratio <= SAME_TIER) | (ratio == np.inf)
@@ -258,6 +273,14 @@ DERIVED = (
         "closed, only that of this request fits",
         ("tier_ratio", "tier_closed"),
         _tier_fits,
+    ),
+    _derived(
+        "tiers_matter",
+        "0 or 1",
+        "1 where `efficient_step_s` is longer than the shortest TPOT target at hand, this request's or of those on any "
+        "instance, so that strict targets cost more; and where the list of instances gives tiers",
+        ("efficient_step_s", "least_tpot_slo_s", "tpot_slo_s", "tier_tpot_s"),
+        _tiers_matter,
     ),
     _derived(
         "num_used_blocks",

@@ -348,6 +348,7 @@ def reported(rng: random.Random) -> dict[str, float]:
         "decode_step_s": rng.uniform(0.02, 0.05),
         "queued_prefill_s": rng.uniform(0.0, 0.3),
         "least_tpot_slo_s": 0.1,
+        "efficient_step_s": rng.uniform(0.09, 0.11),
     }
 
 

@@ -87,7 +87,9 @@ def write_indicators(  # noqa: PLR0915 - one loop writes them all
     indicators[rows[14]] = instance.num_finished
     indicators[rows[15]] = engine.num_fetching
     indicators[rows[16]] = count_held_blocks(fleet, index)
-    indicators[rows[17]], indicators[rows[18]], indicators[rows[19]] = load.shown(state, times)
+    times_shown = load.shown(state, times)
+    for place in range(len(load.LOAD)):
+        indicators[rows[17 + place]] = times_shown[place]
 
 
 @small_kernel

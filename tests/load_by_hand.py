@@ -23,6 +23,8 @@ def load_by_hand(state: State, config: EngineConfig) -> dict[str, float]:
     token_s = AFFINE.token_s if config.max_num_batched_tokens > 1 else 0.0
     sequence_s = (straight_lines(AFFINE.by_sequences, seats) - straight_lines(AFFINE.by_sequences, 0)) / seats
     contexts, prefill_s, targets = [], 0.0, []
+    prompts = sum(max(0, int(state.requests[slot].prompt_tokens - state.requests[slot].hit_tokens)) for slot in slots)
+    responses = sum(int(state.requests[slot].expected_tokens) for slot in slots)
     for slot in slots:
         request, target = state.requests[slot], float(state.facts[slot].tpot_slo_s)
         tokens, before = int(request.prompt_tokens) + int(request.output_tokens), int(request.computed_tokens)
@@ -38,7 +40,45 @@ def load_by_hand(state: State, config: EngineConfig) -> dict[str, float]:
         "decode_step_s": affine_seconds(decodes) if decodes else 0.0,
         "queued_prefill_s": prefill_s,
         "least_tpot_slo_s": min(targets, default=math.inf),
+        "efficient_step_s": efficient_step_s(config, len(slots), prompts, responses) if targets else math.inf,
     }
+
+
+def efficient_step_s(config: EngineConfig, num: int, prompts: int, responses: int) -> float:
+    """Compute the time of the shortest step whose decodes cost at most 5 % more than those of the best one."""
+    if responses <= num:
+        return math.inf
+    share, context = prompts / responses, (prompts + responses / 2) / num
+    most = min(
+        config.max_num_seqs,
+        config.max_num_batched_tokens / (1 + share),
+        (config.num_gpu_blocks - 1) * config.block_size / max(1.0, context),
+    )
+    nums = [max(1, int(most))]
+    while nums[-1] > 1:
+        nums.append(int(nums[-1] / 1.5))
+    best = min(nums, key=lambda one: mixed_seconds(one, share, context) / one)
+    enough = 1.05 * mixed_seconds(best, share, context) / best
+    few = 0
+    while best - few > 1:
+        middle = (few + best) // 2
+        if mixed_seconds(middle, share, context) / middle <= enough:
+            best = middle
+        else:
+            few = middle
+    return mixed_seconds(best, share, context)
+
+
+def mixed_seconds(num: int, share: float, context: float) -> float:
+    """Compute the time of a step with `num` decodes, and a prefill of as many tokens as they need on average."""
+    tokens = int(num * share)
+    seconds = AFFINE.constant_s + AFFINE.token_s * (num + tokens) + straight_lines(AFFINE.by_sequences, num)
+    base, slope = AFFINE.decode_base, AFFINE.decode_slope
+    if tokens:
+        base, slope = AFFINE.mixed_base, AFFINE.mixed_slope
+        seconds += AFFINE.prefill_s + AFFINE.prefill_token_s * tokens + AFFINE.prefill_qq_s * tokens**2
+        seconds += AFFINE.prefill_qkv_s * tokens * context / 2
+    return seconds + straight_lines(base, num) + straight_lines(slope, num) * num * context
 
 
 def has_missed(state: State, slot: int) -> bool:

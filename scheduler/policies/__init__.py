@@ -209,7 +209,7 @@ POLICIES = {
         formula="affinity * tier distance + decode_step_s + lambda * queued_prefill_s, held until "
         f"{slo.KEEPS}, the tier fits and the queue is short",
         source="ours",
-        needs=("tier_ratio", "tier_closed", "decode_step_s", "queued_prefill_s"),
+        needs=("tier_ratio", "tier_closed", "tiers_matter", "decode_step_s", "queued_prefill_s"),
         parameters={
             "affinity": Parameter(default=1000.0, meaning="weight of the tier distance; 0: no tiers"),
             "lambda": Parameter(default=1.0, meaning="weight of queued prefill"),

@@ -6,7 +6,7 @@ Score = tier distance, then load (late requests: -load)
 An instance is of the tier that the list of instances gives, or else as strict as the strictest request that can still
 attain its deadlines there. A request goes first to an instance that is as strict as itself, then to an empty one, then
 to the nearest stricter one. It goes to a looser one, which it makes strict for all requests there, only where all are
-looser. Of equals the least loaded one is chosen. Without `affinity` there are no tiers; closed instances stay closed.
+looser. Of equals the least loaded one is chosen. There are no tiers where `tiers_matter` is 0, nor without `affinity`.
 
 Best effort, and a request that is late already, goes where no other request misses a deadline because of it, and all
 keep `slack` or `late_slack` seconds, so that the next request with deadlines still finds room: first to instances that
@@ -30,14 +30,14 @@ from scheduler.policies.entry import Score
 
 HARMLESS = "others_missed < 1 and predicted_preemptions + others_preempted < 1"
 KEEPS = f"predicted_attained > 0.5 and {HARMLESS}"
-BACKLOG_S = 0.3
 WITH_SHORT_QUEUE = "predicted_queue_s <= {backlog}"
 PATIENT_WITH_SHORT_QUEUE = "predicted_queue_s <= {backlog} / 3"
-SLACK_S, LATE_SLACK_S = 0.05, 1.0
+BACKLOG_S, SLACK_S, LATE_SLACK_S = 0.3, 0.05, 1.0
 # Both are true where a sidecar does not say how much slack there is, or how strict its instance is.
 LEAVES_SLACK = "otherwise(least_slack_s, 1e9) >= ({late_slack} if late > 0 else {slack})"
 FITS_TIER = "otherwise(tier_fits, 1) > 0"
-ELIGIBLE = f"({FITS_TIER} or highest(tier_fits) < 1 or {{affinity}} <= 0 and tier_closed < 1)"
+HAS_TIERS = "{affinity} > 0 and otherwise(tiers_matter, 1) > 0"
+ELIGIBLE = f"({FITS_TIER} or highest(tier_fits) < 1 or tier_closed < 1 and not ({HAS_TIERS}))"
 ADMITS = f"{KEEPS} and {ELIGIBLE}"
 EMPTY, STRICTER, LOOSER = 1.0, 2.0, 10.0  # distances; that of the same tier is 0
 
@@ -50,7 +50,7 @@ def make(parameters: Mapping[str, float], _: np.random.Generator) -> Score:
         apart = np.log(candidates["tier_ratio"])
         other = np.where(apart > 0, LOOSER + apart, STRICTER - apart)
         distance = np.where(np.abs(apart) <= np.log(SAME_TIER), 0.0, np.where(apart == np.inf, EMPTY, other))
-        distance = distance + LOOSER * candidates["tier_closed"]
+        distance = np.where(candidates["tiers_matter"] == 0, 0.0, distance) + LOOSER * candidates["tier_closed"]
         load = candidates["decode_step_s"] + weight * candidates["queued_prefill_s"]
         if candidates.request.late and affinity:
             load = np.where(distance > EMPTY, -load, load)  # so that few instances give up deadlines

@@ -6,10 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from predictor.compiled import interpreted
+from predictor.config import EngineConfig
+from predictor.engine import Engine
 from predictor.engine_view import EngineView
 from predictor.forecast import Forecaster
 from predictor.indicators import MINUTE_S, EngineCounters, indicators_of
-from predictor.load import LOAD
+from predictor.load import LOAD, _seconds_with
+from predictor.profile import load_profile
+from predictor.request import RequestFacts, Slo
+from predictor.tabulated_costs import tabulate
 from tests.load_by_hand import load_by_hand
 from tests.strategies import AFFINE, Load, examples, load_of, loads
 
@@ -82,6 +88,28 @@ def test_load_is_told_as_time_on_the_wall_clock() -> None:
     for name in LOAD:
         assert values[0][name] == pytest.approx(4.0 * values[1][name])
     assert values[0]["least_tpot_slo_s"] == 0.1
+
+
+@pytest.mark.parametrize("name", ["llama-3.1-8b-h200", "llama-2-7b-a30"])
+@pytest.mark.parametrize(("prompt", "response"), [(2000, 500), (300, 300), (8000, 20), (10, 900)])
+def test_an_efficient_step_is_found_as_by_trying_all(name: str, prompt: int, response: int) -> None:
+    """A decode in it costs hardly more than in the best step, and one in shorter steps costs more."""
+    config = EngineConfig(max_num_seqs=256, max_num_batched_tokens=2048, num_gpu_blocks=30_000, max_model_len=16_384)
+    engine = Engine(config, load_profile(name).step_time)
+    engine.add(RequestFacts(request_id="r", prompt_tokens=prompt, output_tokens=response, slo=Slo(ttft_s=9, tpot_s=1)))
+    engine.advance(0.0)
+    view = EngineView(
+        engine=engine, forecaster=Forecaster(engine), now_s=0.0, clock_rate=1.0, age_s=0.0, overdue_s=0.0, serial=1
+    )
+    share, context = prompt / response, prompt + response / 2
+    costs = tabulate(load_profile(name).step_time, config.max_num_batched_tokens, config.max_num_seqs)
+    most = int(min(256, 2048 / (1 + share), (config.num_gpu_blocks - 1) * config.block_size / context))
+    seconds = [interpreted(_seconds_with)(costs, num, share, context) for num in range(1, most + 1)]
+    each = [one / num for num, one in enumerate(seconds, 1)]
+    found = indicators_of(view, 0)["efficient_step_s"]
+    place = seconds.index(pytest.approx(found))
+    assert each[place] <= 1.05 * 1.05 * min(each)  # not every number of decodes is compared
+    assert all(one > 1.05 * min(each) for one in each[: max(0, place - 1)])
 
 
 def test_counters_are_of_the_last_minute() -> None:

@@ -404,7 +404,8 @@ def test_one_instance_is_chosen_whatever_is_known_of_it(name: str) -> None:
 def test_what_nobody_knows_never_wins(name: str) -> None:
     """Whatever indicator of an instance is missing, those that are known well come first."""
     needs = [root.name for root in _roots(name) if root.source not in (IndicatorSource.REQUEST, IndicatorSource.LISTED)]
-    reported = {need: [None, 5.0, 5.0] for need in needs if need not in ("prompt_tokens", "prefix_hit_tokens")}
+    assumed = ("prompt_tokens", "prefix_hit_tokens", "efficient_step_s")  # the last one as it is on other instances
+    reported = {need: [None, 5.0, 5.0] for need in needs if need not in assumed}
     at_risk = [need for need in reported if require_indicator(need).otherwise != 0.0]  # no promise known is no promise
     assert at_risk
     for missing in at_risk:
@@ -684,6 +685,36 @@ def test_slo_without_affinity_admits_on_looser_instances_as_well() -> None:
     assert len(tiers.eligible(candidates)) == 1
     assert none.admits(candidates).tolist() == [False, True]
     assert len(none.eligible(candidates)) == 2
+
+
+@pytest.mark.parametrize(
+    ("more", "admitted"),
+    [
+        ({"efficient_step_s": [0.015, 0.018]}, [False, True]),  # shorter than any target
+        ({"efficient_step_s": [0.015, 0.025]}, [False, False]),  # the loose one would give up long steps
+        ({"efficient_step_s": [0.015, math.inf]}, [False, True]),  # not known there: as of the other one
+        ({"efficient_step_s": [math.nan, math.nan]}, [False, False]),
+        ({"efficient_step_s": [0.015, 0.018], "tier_tpot_s": [0.02, 0.1]}, [False, False]),  # tiers that are listed
+        ({"efficient_step_s": [0.015, 0.018], "tier_closed": [0, 1]}, [False, False]),
+    ],
+)
+def test_slo_has_no_tiers_where_the_strictest_target_costs_no_more(more: Columns, admitted: list[bool]) -> None:
+    """The request need not wait for the strict instance, which is full; requests go to the least loaded one."""
+    candidates = two_loaded(
+        **{"least_tpot_slo_s": [0.02, 0.1], "predicted_attained": [0.0, 1.0], "decode_step_s": [0.02, 0.01], **more}
+    )
+    policy = policy_from("slo")
+    assert policy.admits(candidates).tolist() == admitted
+    assert len(policy.eligible(candidates)) == 1 + admitted[1]
+    assert bool(np.diff(policy.scores(candidates))[0] < 0) == admitted[1]
+
+
+def test_tiers_matter_by_the_strictest_request_anywhere() -> None:
+    """A loose request does not join strict ones on an instance whose steps would have to be longer to be efficient."""
+    strict = two_loaded(least_tpot_slo_s=[0.01, 0.1], efficient_step_s=[0.015, 0.015])
+    assert strict["tiers_matter"].tolist() == [1.0, 1.0]
+    loose = two_loaded(least_tpot_slo_s=[0.05, 0.1], efficient_step_s=[0.015, 0.03])
+    assert loose["tiers_matter"].tolist() == [0.0, 1.0]
 
 
 def test_slo_without_affinity_leaves_closed_instances_alone() -> None:
