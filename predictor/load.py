@@ -16,11 +16,12 @@ from predictor.state import NO_TRANSFER, State
 from predictor.step_time import DECODE_REGION, PREFILL_REGION
 from predictor.tabulated_costs import Costs, step_seconds
 
-LOAD = ("decode_step_s", "queued_prefill_s", "least_tpot_slo_s", "efficient_step_s")  # the indicators that `shown` returns
+LOAD = ("decode_step_s", "queued_prefill_s", "least_tpot_slo_s", "efficient_step_s")  # indicators that `shown` returns
 # requests, their context, the longest one, seconds of prefill, shortest target, tokens of prompts, and of responses
 NONE_YET = (0.0, 0.0, 0.0, 0.0, np.inf, 0.0, 0.0)
-EFFICIENT = 1.05  # times the least cost of a request
+EFFICIENT = 1.03  # times the least cost of a request
 MORE = 1.5  # factor between the numbers of decodes that are compared
+MIN_REQUESTS = 16  # fewer have no typical lengths
 
 Sums = tuple[float, float, float, float, float, float, float]
 
@@ -64,7 +65,7 @@ def shown(state: State, sums: Sums) -> tuple[float, float, float, float]:
         pace = engine.pace * engine.region_pace[DECODE_REGION]
         step_s = pace * step_seconds(state.costs, num, num, num, context, 0, 0.0, 0.0, longest + 1.0)
     efficient_s = np.inf
-    if tpot_s < np.inf and responses > all_requests:
+    if tpot_s < np.inf and all_requests >= MIN_REQUESTS and responses > all_requests:
         room = float(engine.num_blocks * engine.block_size)
         efficient_s = engine.pace * _efficient_step_s(
             state.costs, engine.max_num_seqs, engine.max_num_batched_tokens, room,
@@ -78,7 +79,7 @@ def _efficient_step_s(
     costs: Costs, max_num_seqs: int, max_num_tokens: int, room: float, prompt_share: float, context: float
 ) -> float:
     """Return the time of the shortest step that is efficient; a decode comes with `prompt_share` tokens of prompts."""
-    most = int(max(1.0, min(float(max_num_seqs), min(max_num_tokens / (1.0 + prompt_share), room / max(1.0, context)))))
+    most = int(max(1.0, min(float(max_num_seqs), max_num_tokens / (1.0 + prompt_share), room / max(1.0, context))))
     num, best = most, most
     least_s = _seconds_with(costs, most, prompt_share, context) / most
     while num > 1:

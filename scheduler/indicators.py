@@ -110,8 +110,8 @@ REPORTED = (
     _reported(
         "efficient_step_s",
         "s",
-        "step time from which on requests like those there cost at most 5 % more than with any longer steps; infinite "
-        "where none has a TPOT target",
+        "step time from which on requests like those there cost at most 3 % more than with any longer steps; infinite "
+        "where none has a TPOT target, or fewer than 16 requests are there",
         math.inf,
     ),
 )
@@ -221,11 +221,13 @@ def _tier_ratio(of: Columns) -> Column:
 
 
 def _tiers_matter(of: Columns) -> Column:
-    """Compare efficient steps with the shortest target; an instance where none is known is like the best other one."""
-    own_s, least_s = of["efficient_step_s"], of["least_tpot_slo_s"]
-    efficient_s = np.where(own_s < math.inf, own_s, np.fmin.reduce(own_s, initial=math.inf))
+    """Compare the mean of efficient steps with the shortest target; single instances have too few requests for one."""
+    efficient_s, least_s = of["efficient_step_s"], of["least_tpot_slo_s"]
+    known = efficient_s < math.inf
+    if not known.any():
+        return np.ones(len(efficient_s))
     shortest_s = np.fmin(of["tpot_slo_s"], np.fmin.reduce(least_s, initial=math.inf))
-    return np.where(of["tier_tpot_s"] < math.inf, 1.0, efficient_s > shortest_s)
+    return np.where(of["tier_tpot_s"] < math.inf, 1.0, efficient_s[known].mean() > shortest_s)
 
 
 def _tier_fits(of: Columns) -> Column:
@@ -277,8 +279,8 @@ DERIVED = (
     _derived(
         "tiers_matter",
         "0 or 1",
-        "1 where `efficient_step_s` is longer than the shortest TPOT target at hand, this request's or of those on any "
-        "instance, so that strict targets cost more; and where the list of instances gives tiers",
+        "1 where the mean of `efficient_step_s` is longer than the shortest TPOT target, of this request or those on "
+        "any instance, so that strict targets cost more; also where that is not known, or the list has tiers",
         ("efficient_step_s", "least_tpot_slo_s", "tpot_slo_s", "tier_tpot_s"),
         _tiers_matter,
     ),

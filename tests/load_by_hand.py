@@ -45,8 +45,8 @@ def load_by_hand(state: State, config: EngineConfig) -> dict[str, float]:
 
 
 def efficient_step_s(config: EngineConfig, num: int, prompts: int, responses: int) -> float:
-    """Compute the time of the shortest step whose decodes cost at most 5 % more than those of the best one."""
-    if responses <= num:
+    """Compute the time of the shortest step whose decodes cost at most 3 % more than those of the best one."""
+    if num < 16 or responses <= num:
         return math.inf
     share, context = prompts / responses, (prompts + responses / 2) / num
     most = min(
@@ -58,7 +58,7 @@ def efficient_step_s(config: EngineConfig, num: int, prompts: int, responses: in
     while nums[-1] > 1:
         nums.append(int(nums[-1] / 1.5))
     best = min(nums, key=lambda one: mixed_seconds(one, share, context) / one)
-    enough = 1.05 * mixed_seconds(best, share, context) / best
+    enough = 1.03 * mixed_seconds(best, share, context) / best
     few = 0
     while best - few > 1:
         middle = (few + best) // 2

@@ -9,9 +9,9 @@ to the nearest stricter one. It goes to a looser one, which it makes strict for 
 looser. Of equals the least loaded one is chosen. There are no tiers where `tiers_matter` is 0, nor without `affinity`.
 
 Best effort, and a request that is late already, goes where no other request misses a deadline because of it, and all
-keep `slack` or `late_slack` seconds, so that the next request with deadlines still finds room: first to instances that
-have no deadline to keep, then to the loosest. Late ones go to the busiest of these, so that deadlines are missed on one
-instance and not on several. It waits while others wait that can be in time.
+keep `slack` or `late_slack` seconds for the next request with deadlines: first to instances that have no deadline to
+keep, then to the loosest; late ones to the busiest of these, so that few instances miss deadlines. It waits while
+others wait that can be in time.
 
 A request that would wait in an engine for longer than `backlog` seconds waits at the scheduler instead: there it can
 still go to another instance, tenants get their turns, and a request that will be late leaves in time. Best effort
@@ -36,8 +36,7 @@ BACKLOG_S, SLACK_S, LATE_SLACK_S = 0.3, 0.05, 1.0
 # Both are true where a sidecar does not say how much slack there is, or how strict its instance is.
 LEAVES_SLACK = "otherwise(least_slack_s, 1e9) >= ({late_slack} if late > 0 else {slack})"
 FITS_TIER = "otherwise(tier_fits, 1) > 0"
-HAS_TIERS = "{affinity} > 0 and otherwise(tiers_matter, 1) > 0"
-ELIGIBLE = f"({FITS_TIER} or highest(tier_fits) < 1 or tier_closed < 1 and not ({HAS_TIERS}))"
+ELIGIBLE = f"({FITS_TIER} or highest(tier_fits) < 1 or tier_closed < 1 and ({{affinity}} <= 0 or tiers_matter < 1))"
 ADMITS = f"{KEEPS} and {ELIGIBLE}"
 EMPTY, STRICTER, LOOSER = 1.0, 2.0, 10.0  # distances; that of the same tier is 0
 
@@ -50,10 +49,11 @@ def make(parameters: Mapping[str, float], _: np.random.Generator) -> Score:
         apart = np.log(candidates["tier_ratio"])
         other = np.where(apart > 0, LOOSER + apart, STRICTER - apart)
         distance = np.where(np.abs(apart) <= np.log(SAME_TIER), 0.0, np.where(apart == np.inf, EMPTY, other))
-        distance = np.where(candidates["tiers_matter"] == 0, 0.0, distance) + LOOSER * candidates["tier_closed"]
+        alike = (candidates["tiers_matter"] == 0) | (affinity <= 0)
+        distance = np.where(alike, 0.0, distance) + LOOSER * candidates["tier_closed"]
         load = candidates["decode_step_s"] + weight * candidates["queued_prefill_s"]
-        if candidates.request.late and affinity:
-            load = np.where(distance > EMPTY, -load, load)  # so that few instances give up deadlines
+        if candidates.request.late:
+            load = np.where(alike | (distance > EMPTY), -load, load)  # so that few instances give up deadlines
         return affinity * distance + load
 
     return score

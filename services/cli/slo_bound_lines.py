@@ -12,7 +12,6 @@ from simulator.slo_bound import KINDS, TITLES, SloBound, slo_bound
 from simulator.workload import Workload
 
 SHARES = (0.9, 0.99)
-WORTH_TIERS = 0.02  # of the optimum; below it, instances that serve all requests may attain more
 
 
 def bound_of(specs: Sequence[InstanceSpec], work: Workload) -> SloBound | None:
@@ -33,8 +32,7 @@ def bound_lines(bound: SloBound, shares: Sequence[float] = SHARES) -> Iterator[s
     yield f"all by their deadlines, at best, in requests/s: {optimum}"
     worth = bound.worth_of_tiers
     if len(bound.tier_s) > 1 and math.isfinite(worth):
-        advice = ": compare slo with slo: affinity = 0, which has none" if worth < WORTH_TIERS else ""
-        yield f"tiers apart are worth {100 * worth:.1f} %{advice}"
+        yield f"tiers apart are worth {100 * worth:.1f} %"
     costs = ", ".join(
         f"{'without TPOT target' if name == NO_TIER else f'{1000 * float(name):g} ms'} {seconds:.3f}"
         for name, seconds in bound.tier_s.items()

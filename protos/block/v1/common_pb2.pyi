@@ -883,8 +883,8 @@ class Indicators(_message.Message):
     num_offloaded_blocks: _builtins.int
     """on off-loading tiers of the KV cache, known from the engine's KV events"""
     efficient_step_s: _builtins.float
-    """The shortest step that is efficient, by the profile: longer ones cost requests like those there at most 5 % less.
-    Infinite where none of them has a TPOT target.
+    """The shortest step that is efficient, by the profile: longer ones cost requests like those there at most 3 % less.
+    Infinite where none of them has a TPOT target, or there are fewer than 16.
     """
     max_loras: _builtins.int
     """in GPU memory at most; absent: the engine serves none, as far as is known"""
