@@ -238,6 +238,7 @@ class Sidecar:
             "decode_step_s": 0.01 * (self.instance.num_running + self.num_held),
             "queued_prefill_s": 0.002 * self.num_held,
             "least_tpot_slo_s": 0.05 if self.num_held else math.inf,
+            "efficient_step_s": 0.04 if self.num_held > 1 else math.inf,
         }
 
 
