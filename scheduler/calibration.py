@@ -25,10 +25,10 @@ LEAST_SHARE = 0.25  # of a predicted time that a corrected one has at least
 
 @dataclass(slots=True)
 class TimeDifference:
-    """By how much times exceed predicted ones, whatever these are: the median of recent outcomes.
+    """By how much times exceed predicted ones: the median of recent outcomes, the same for short and long times.
 
-    So is what a forecast does not know about the way to an engine and back. A ratio that was learned from requests that
-    do not wait would be wrong for those that do.
+    The way to an engine and back, which a forecast does not know, adds as much to a request that waits as to one that
+    does not. A ratio learned from requests that do not wait would be too much for those that do.
     """
 
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
@@ -48,32 +48,32 @@ class TimeDifference:
 
 @dataclass(slots=True)
 class _Moments:
-    """Weighted means of two features and a result, and their covariances."""
+    """Weighted means of two features, a and b, and of a result, and their covariances."""
 
     weight: float = 0.0
     mean_a: float = 0.0
     mean_b: float = 0.0
-    mean: float = 0.0
-    aa: float = 0.0  # covariances, with the weight that the means have
+    mean: float = 0.0  # of the result
+    aa: float = 0.0
     ab: float = 0.0
     bb: float = 0.0
-    a: float = 0.0
-    b: float = 0.0
+    a_result: float = 0.0
+    b_result: float = 0.0
 
     def add(self, a: float, b: float, result: float) -> None:
         """Add an outcome; earlier ones lose weight."""
         before = DECAY * self.weight
         self.weight = before + 1
         share, kept = 1 / self.weight, before / self.weight
-        by_a, by_b, by = a - self.mean_a, b - self.mean_b, result - self.mean
-        self.mean_a += share * by_a
-        self.mean_b += share * by_b
-        self.mean += share * by
-        self.aa = kept * (self.aa + share * by_a * by_a)
-        self.ab = kept * (self.ab + share * by_a * by_b)
-        self.bb = kept * (self.bb + share * by_b * by_b)
-        self.a = kept * (self.a + share * by_a * by)
-        self.b = kept * (self.b + share * by_b * by)
+        off_a, off_b, off = a - self.mean_a, b - self.mean_b, result - self.mean
+        self.mean_a += share * off_a
+        self.mean_b += share * off_b
+        self.mean += share * off
+        self.aa = kept * (self.aa + share * off_a * off_a)
+        self.ab = kept * (self.ab + share * off_a * off_b)
+        self.bb = kept * (self.bb + share * off_b * off_b)
+        self.a_result = kept * (self.a_result + share * off_a * off)
+        self.b_result = kept * (self.b_result + share * off_b * off)
 
 
 @dataclass(slots=True)
@@ -86,8 +86,8 @@ class DurationRatio:
 
     moments: _Moments = field(default_factory=_Moments)
     num_outcomes: int = 0
-    by_a: float = 0.0  # slopes
-    by_b: float = 0.0
+    slope_a: float = 0.0  # by the logarithm of the decode time
+    slope_b: float = 0.0  # by that of its time per token
 
     def observe(self, predicted_s: float, actual_s: float, tokens: int) -> None:
         """Learn from the outcome of one uncorrected forecast; times that are not positive and finite are ignored."""
@@ -100,8 +100,8 @@ class DurationRatio:
         prior = PRIOR_OUTCOMES / found.weight
         aa, bb = found.aa + prior, found.bb + prior
         determinant = aa * bb - found.ab * found.ab
-        self.by_a = (bb * found.a - found.ab * found.b) / determinant
-        self.by_b = (aa * found.b - found.ab * found.a) / determinant
+        self.slope_a = (bb * found.a_result - found.ab * found.b_result) / determinant
+        self.slope_b = (aa * found.b_result - found.ab * found.a_result) / determinant
 
     def factor(self, predicted_s: float, tokens: int) -> float:
         """Return the factor by which to multiply a predicted time."""
@@ -110,7 +110,8 @@ class DurationRatio:
         found = self.moments
         a, b = _features(predicted_s, tokens)
         ratio = found.mean * found.weight / (found.weight + PRIOR_OUTCOMES)
-        ratio += self.by_a * _limited(a - found.mean_a, found.aa) + self.by_b * _limited(b - found.mean_b, found.bb)
+        ratio += self.slope_a * _limited(a - found.mean_a, found.aa)
+        ratio += self.slope_b * _limited(b - found.mean_b, found.bb)
         return math.exp(max(-MAX_LOG_RATIO, min(MAX_LOG_RATIO, ratio)))
 
 

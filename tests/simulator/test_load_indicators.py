@@ -45,4 +45,5 @@ def test_the_load_of_simulated_engines_is_that_of_sidecars() -> None:
         simulation(specs, work, "least_loaded", Conditions(sample_s=0.0)).run()
     assert len(compared) >= 600
     assert sum(one["queued_prefill_s"] > 0 for one in compared) > 100
+    assert sum(one["efficient_step_s"] < float("inf") for one in compared) > 100
     assert {0.05, 0.2, float("inf")} <= {one["least_tpot_slo_s"] for one in compared}
