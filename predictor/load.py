@@ -3,6 +3,8 @@
 `efficient_step_s` says from which TPOT target on requests like those there cost hardly more than with any longer one. A
 step with n decodes, and as many prompt tokens as requests need for n decodes on average, costs each of them its time
 over n. That falls while weights and constants are shared by more requests, until computing limits it.
+
+`prefill_token_s` is what a token of a full chunk costs, at the start of a prompt: what a cached one saves.
 """
 
 from __future__ import annotations
@@ -16,20 +18,22 @@ from predictor.state import NO_TRANSFER, State
 from predictor.step_time import DECODE_REGION, PREFILL_REGION
 from predictor.tabulated_costs import Costs, step_seconds
 
-LOAD = ("decode_step_s", "queued_prefill_s", "least_tpot_slo_s", "efficient_step_s")  # indicators that `shown` returns
-# requests, their context, the longest one, seconds of prefill, shortest target, tokens of prompts, and of responses
-NONE_YET = (0.0, 0.0, 0.0, 0.0, np.inf, 0.0, 0.0)
+# the indicators that `shown` returns
+LOAD = ("decode_step_s", "queued_prefill_s", "least_tpot_slo_s", "efficient_step_s", "prefill_token_s")
+# requests, their context, the longest one, seconds of prefill, shortest target, and tokens of prompts, of these those
+# that are computed, and of responses
+NONE_YET = (0.0, 0.0, 0.0, 0.0, np.inf, 0.0, 0.0, 0.0)
 EFFICIENT = 1.03  # times the least cost of a request
 MORE = 1.5  # factor between the numbers of decodes that are compared
 MIN_REQUESTS = 16  # fewer have no typical lengths
 
-Sums = tuple[float, float, float, float, float, float, float]
+Sums = tuple[float, float, float, float, float, float, float, float]
 
 
 @kernel
 def added(state: State, slot: int, sums: Sums) -> Sums:
     """Add a request that runs, waits or is reserved."""
-    num, context, longest, prefill_s, tpot_s, prompts, responses = sums
+    num, context, longest, prefill_s, tpot_s, prompts, computed, responses = sums
     request = state.requests[slot]
     tokens = float(request.prompt_tokens + request.output_tokens)
     left = tokens - request.computed_tokens
@@ -39,9 +43,10 @@ def added(state: State, slot: int, sums: Sums) -> Sums:
     if not is_missed(state, slot):
         target_s = state.facts[slot].tpot_slo_s
         tpot_s = min(tpot_s, target_s)  # in this order: NaN is no target
-    prompts += max(0, request.prompt_tokens - request.hit_tokens)
+    prompts += request.prompt_tokens
+    computed += max(0, request.prompt_tokens - request.hit_tokens)
     responses += request.expected_tokens
-    return num + 1.0, context + tokens, max(longest, tokens), prefill_s, tpot_s, prompts, responses
+    return num + 1.0, context + tokens, max(longest, tokens), prefill_s, tpot_s, prompts, computed, responses
 
 
 @small_kernel
@@ -54,9 +59,9 @@ def is_missed(state: State, slot: int) -> bool:
 
 
 @small_kernel
-def shown(state: State, sums: Sums) -> tuple[float, float, float, float]:
+def shown(state: State, sums: Sums) -> tuple[float, float, float, float, float]:
     """Return the indicators, in the order of LOAD; of more requests than there are seats, so many mean ones decode."""
-    all_requests, all_context, longest, prefill_s, tpot_s, prompts, responses = sums
+    all_requests, all_context, longest, prefill_s, tpot_s, prompts, computed, responses = sums
     engine = state.engine[0]
     num = int(min(all_requests, float(engine.max_num_seqs)))
     step_s = 0.0
@@ -69,9 +74,12 @@ def shown(state: State, sums: Sums) -> tuple[float, float, float, float]:
         room = float(engine.num_blocks * engine.block_size)
         efficient_s = engine.pace * _efficient_step_s(
             state.costs, engine.max_num_seqs, engine.max_num_batched_tokens, room,
-            prompts / responses, (prompts + responses / 2) / all_requests,
+            computed / responses, (prompts + responses / 2) / all_requests,
         )  # fmt: skip
-    return step_s, engine.pace * engine.region_pace[PREFILL_REGION] * prefill_s, tpot_s, efficient_s
+    pace = engine.pace * engine.region_pace[PREFILL_REGION]
+    chunk = float(engine.max_num_batched_tokens)
+    token_s = ordered_requests.unit_costs_s(state)[0] + ordered_requests.prefill_s(state, chunk, 0) / chunk
+    return step_s, pace * prefill_s, tpot_s, efficient_s, pace * token_s
 
 
 @kernel

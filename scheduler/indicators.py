@@ -114,6 +114,7 @@ REPORTED = (
         "where none has a TPOT target, or fewer than 16 requests are there",
         math.inf,
     ),
+    _reported("prefill_token_s", "s", "predicted to compute a prompt token of a full chunk", 0.0),
 )
 
 OTHERS = (
@@ -199,6 +200,7 @@ OTHERS = (
 
 STRICTEST_S, LOOSEST_S = 1e-3, 10.0  # TPOT targets beyond these are all the same
 SAME_TIER = 1.05  # targets within this ratio are of the same tier
+OVERHEAD_SHARE = 0.03 / 1.03  # of `efficient_step_s` is what a step takes for weights and constants, whatever it serves
 
 
 def _bounded(target_s: Column) -> Column:
@@ -228,6 +230,26 @@ def _tiers_matter(of: Columns) -> Column:
         return np.ones(len(efficient_s))
     shortest_s = np.fmin(of["tpot_slo_s"], np.fmin.reduce(least_s, initial=math.inf))
     return np.where(of["tier_tpot_s"] < math.inf, 1.0, efficient_s[known].mean() > shortest_s)
+
+
+def _tier_cost_s(of: Columns) -> Column:
+    """Compare the request's cost in steps as short as the tier's with that in steps as long as its own target.
+
+    A step with a constant c and a length of L costs its requests L / (L - c) times what they would cost without it.
+    """
+    ratio, efficient_s = of["tier_ratio"], of["efficient_step_s"]
+    stricter, known = ratio < 1.0 / SAME_TIER, efficient_s < math.inf
+    if not stricter.any():
+        return np.zeros(len(ratio))
+    if not known.any():
+        return np.where(stricter, math.inf, 0.0)
+    overhead_s = OVERHEAD_SHARE * float(efficient_s[known].mean())
+    target_s = _bounded(of["tpot_slo_s"])
+    bound_s = np.minimum(ratio, 1.0) * target_s
+    extra = 1.0 / (1.0 - np.minimum(0.9, overhead_s / bound_s)) - 1.0 / (1.0 - np.minimum(0.9, overhead_s / target_s))
+    decode_s = float(np.fmin.reduce(of["decode_step_s"] / np.maximum(1.0, of["batch_size"])))
+    own_s = of["new_prefill_tokens"] * of["prefill_token_s"] + of["tag_tokens"] * decode_s
+    return np.where(stricter, own_s * extra, 0.0)
 
 
 def _tier_fits(of: Columns) -> Column:
@@ -311,6 +333,30 @@ DERIVED = (
         "of this request's prompt to be computed; an engine always computes at least the last one",
         ("prefix_hit_tokens", "prompt_tokens"),
         lambda of: np.maximum(of.prompt_tokens - of["prefix_hit_tokens"], 1.0),
+    ),
+    _derived(
+        "cached_prefill_s",
+        "s",
+        "of prefill that `prefix_hit_tokens` save; 0 for a decode leg",
+        ("prefix_hit_tokens", "prefill_token_s"),
+        lambda of: of["prefix_hit_tokens"] * of["prefill_token_s"],
+    ),
+    _derived(
+        "tier_cost_s",
+        "s",
+        "that serving this request costs more in steps as short as a stricter tier's than in steps of its own TPOT "
+        "target, by the mean of `efficient_step_s`; 0 where the tier is not stricter, infinite where that is unknown",
+        (
+            "tier_ratio",
+            "tpot_slo_s",
+            "efficient_step_s",
+            "decode_step_s",
+            "batch_size",
+            "new_prefill_tokens",
+            "prefill_token_s",
+            "tag_tokens",
+        ),
+        _tier_cost_s,
     ),
     _derived(
         "p_tokens",

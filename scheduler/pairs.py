@@ -108,7 +108,10 @@ class PairComparison(Comparison):
         self.scores = None
 
     def complete(self, compared: Candidates) -> None:
-        """Count what the prefill leg does to others, and how long it waits, for every decode leg."""
+        """Count what the prefill leg does to others, and how long it waits, for every decode leg.
+
+        A prefix that is cached where a request is only decoded saves no prefill.
+        """
         prefill, is_decode = self.prefill, self.is_decode
         if self.leg == DECODE:
             is_decode = np.ones(len(compared), np.bool_)
@@ -119,6 +122,8 @@ class PairComparison(Comparison):
             value = prefill.predicted(name) if name in columns else None
             if value is not None:
                 columns[name] = np.where(is_decode, self._of_both(name, columns[name], value), columns[name])
+        if "prefix_hit_tokens" in columns:
+            columns["cached_prefill_s"] = np.where(is_decode, 0.0, compared["cached_prefill_s"])
 
     def _of_both(self, name: str, column: Column, value: float) -> Column:
         """Return an indicator of both legs, by that of every decode leg and that of the prefill leg."""

@@ -23,7 +23,8 @@ def load_by_hand(state: State, config: EngineConfig) -> dict[str, float]:
     token_s = AFFINE.token_s if config.max_num_batched_tokens > 1 else 0.0
     sequence_s = (straight_lines(AFFINE.by_sequences, seats) - straight_lines(AFFINE.by_sequences, 0)) / seats
     contexts, prefill_s, targets = [], 0.0, []
-    prompts = sum(max(0, int(state.requests[slot].prompt_tokens - state.requests[slot].hit_tokens)) for slot in slots)
+    prompts = sum(int(state.requests[slot].prompt_tokens) for slot in slots)
+    computed = sum(max(0, int(state.requests[slot].prompt_tokens - state.requests[slot].hit_tokens)) for slot in slots)
     responses = sum(int(state.requests[slot].expected_tokens) for slot in slots)
     for slot in slots:
         request, target = state.requests[slot], float(state.facts[slot].tpot_slo_s)
@@ -40,15 +41,16 @@ def load_by_hand(state: State, config: EngineConfig) -> dict[str, float]:
         "decode_step_s": affine_seconds(decodes) if decodes else 0.0,
         "queued_prefill_s": prefill_s,
         "least_tpot_slo_s": min(targets, default=math.inf),
-        "efficient_step_s": efficient_step_s(config, len(slots), prompts, responses) if targets else math.inf,
+        "efficient_step_s": efficient_step_s(config, len(slots), prompts, computed, responses) if targets else math.inf,
+        "prefill_token_s": token_s + AFFINE.prefill_token_s + AFFINE.prefill_qq_s * config.max_num_batched_tokens,
     }
 
 
-def efficient_step_s(config: EngineConfig, num: int, prompts: int, responses: int) -> float:
+def efficient_step_s(config: EngineConfig, num: int, prompts: int, computed: int, responses: int) -> float:
     """Compute the time of the shortest step whose decodes cost at most 3 % more than those of the best one."""
     if num < 16 or responses <= num:
         return math.inf
-    share, context = prompts / responses, (prompts + responses / 2) / num
+    share, context = computed / responses, (prompts + responses / 2) / num
     most = min(
         config.max_num_seqs,
         config.max_num_batched_tokens / (1 + share),

@@ -12,6 +12,7 @@ from scheduler.policies import (
     block,
     block_mean,
     block_ttft,
+    deadlines,
     dynamo,
     filter,  # noqa: A004 - the policy's name
     gain,
@@ -206,24 +207,35 @@ POLICIES = {
     ),
     "slo": PolicyEntry(
         make=slo.make,
-        formula="affinity * tier distance + decode_step_s + lambda * queued_prefill_s, held until "
-        f"{slo.KEEPS}, the tier fits and the queue is short",
+        formula="affinity * tier distance + decode_step_s + lambda * queued_prefill_s - hits * cached_prefill_s, held "
+        f"until {deadlines.KEEPS}, the tier fits and the queue is short",
         source="ours",
-        needs=("tier_ratio", "tier_closed", "tiers_matter", "decode_step_s", "queued_prefill_s"),
+        needs=(
+            "tier_ratio",
+            "tier_closed",
+            "tier_cost_s",
+            "tiers_matter",
+            "decode_step_s",
+            "queued_prefill_s",
+            "cached_prefill_s",
+        ),
         parameters={
             "affinity": Parameter(default=1000.0, meaning="weight of the tier distance; 0: no tiers"),
             "lambda": Parameter(default=1.0, meaning="weight of queued prefill"),
+            "hits": Parameter(default=3.0, meaning="weight of the prefill that a cached prefix saves"),
             "backlog": Parameter(
-                default=slo.BACKLOG_S, meaning="seconds that a request may wait in an engine, rather than here"
+                default=deadlines.BACKLOG_S,
+                meaning="seconds that a request may wait in an engine, rather than here",
             ),
             "slack": Parameter(
-                default=slo.SLACK_S, meaning="seconds before their deadlines that best effort leaves to all others"
+                default=deadlines.SLACK_S,
+                meaning="seconds before their deadlines that best effort leaves to all others",
             ),
-            "late_slack": Parameter(default=slo.LATE_SLACK_S, meaning="the same of late requests"),
+            "late_slack": Parameter(default=deadlines.LATE_SLACK_S, meaning="the same of late requests"),
         },
-        hold=f"{slo.ADMITS} and {slo.WITH_SHORT_QUEUE}",
-        harmless=f"{slo.HARMLESS} and {slo.PATIENT_WITH_SHORT_QUEUE} and {slo.LEAVES_SLACK}",
-        eligible=slo.ELIGIBLE,
+        hold=f"{deadlines.ADMITS} and {deadlines.WITH_SHORT_QUEUE}",
+        harmless=f"{deadlines.HARMLESS} and {deadlines.PATIENT_WITH_SHORT_QUEUE} and {deadlines.LEAVES_SLACK}",
+        eligible=deadlines.ELIGIBLE,
         least_slack=("slack", "late_slack"),
         prefill=EARLIEST_PREFILL,
     ),
@@ -237,8 +249,8 @@ POLICIES = {
             "promotion": Parameter(default=1, high=1, meaning="1: to stricter tiers where the own one is full, 0: not"),
         },
         hold=polyserve.ADMITS,
-        harmless=slo.HARMLESS,
-        eligible=slo.FITS_TIER,
+        harmless=deadlines.HARMLESS,
+        eligible=deadlines.FITS_TIER,
         prefill=EARLIEST_PREFILL,
     ),
     "gorouting": PolicyEntry(

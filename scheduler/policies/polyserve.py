@@ -20,10 +20,10 @@ import numpy as np
 
 from scheduler.candidates import Candidates
 from scheduler.indicators import SAME_TIER, Column
-from scheduler.policies import slo
+from scheduler.policies import deadlines
 from scheduler.policies.entry import Score
 
-ADMITS = f"{slo.KEEPS} and {slo.FITS_TIER}"
+ADMITS = f"{deadlines.KEEPS} and {deadlines.FITS_TIER}"
 STRICTER, PENDING, EMPTY, LOOSER = 1e3, 1e5, 1e6, 1e9
 
 

@@ -1,21 +1,18 @@
 """Deadlines by forecast; ours, after PolyServe §4: an instance that keeps its deadlines and those of the request.
 
 Held = while no instance keeps them and has a short queue, of those that are not looser if there are any
-Score = tier distance, then load (late requests: -load)
+Score = tier distance, then load - hits x seconds of prefill that the prefix cache saves (late requests: -load)
 
 An instance is of the tier that the list of instances gives, or else as strict as the strictest request that can still
 attain its deadlines there. A request goes first to an instance that is as strict as itself, then to an empty one, then
 to the nearest stricter one. It goes to a looser one, which it makes strict for all requests there, only where all are
 looser. Of equals the least loaded one is chosen. There are no tiers where `tiers_matter` is 0, nor without `affinity`.
 
-Best effort, and a request that is late already, goes where no other request misses a deadline because of it, and all
-keep `slack` or `late_slack` seconds for the next request with deadlines: first to instances that have no deadline to
-keep, then to the loosest; late ones to the busiest of these, so that few instances miss deadlines. It waits while
-others wait that can be in time.
+Where a prefix of the prompt is cached, `hits` times the prefill that this saves is taken from the load. A stricter
+instance is as good as one of the own tier if the prefix saves more than its shorter steps cost (`tier_cost_s`).
 
-A request that would wait in an engine for longer than `backlog` seconds waits at the scheduler instead: there it can
-still go to another instance, tenants get their turns, and a request that will be late leaves in time. Best effort
-waits for a third of that, so that it fills only what real-time requests leave.
+Best effort goes first to instances that have no deadline to keep, then to the loosest, and so do late requests: to the
+busiest of these, so that few instances miss deadlines. They wait while others wait that can be in time.
 """
 
 from __future__ import annotations
@@ -23,37 +20,37 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
+import numpy.typing as npt
 
 from scheduler.candidates import Candidates
 from scheduler.indicators import SAME_TIER, Column
 from scheduler.policies.entry import Score
 
-HARMLESS = "others_missed < 1 and predicted_preemptions + others_preempted < 1"
-KEEPS = f"predicted_attained > 0.5 and {HARMLESS}"
-WITH_SHORT_QUEUE = "predicted_queue_s <= {backlog}"
-PATIENT_WITH_SHORT_QUEUE = "predicted_queue_s <= {backlog} / 3"
-BACKLOG_S, SLACK_S, LATE_SLACK_S = 0.3, 0.05, 1.0
-# Both are true where a sidecar does not say how much slack there is, or how strict its instance is.
-LEAVES_SLACK = "otherwise(least_slack_s, 1e9) >= ({late_slack} if late > 0 else {slack})"
-FITS_TIER = "otherwise(tier_fits, 1) > 0"
-ELIGIBLE = f"({FITS_TIER} or highest(tier_fits) < 1 or tier_closed < 1 and ({{affinity}} <= 0 or tiers_matter < 1))"
-ADMITS = f"{KEEPS} and {ELIGIBLE}"
 EMPTY, STRICTER, LOOSER = 1.0, 2.0, 10.0  # distances; that of the same tier is 0
 
 
 def make(parameters: Mapping[str, float], _: np.random.Generator) -> Score:
-    """Score = affinity x tier distance + duration of a decode step + λ x seconds of queued prefill."""
-    affinity, weight = parameters["affinity"], parameters["lambda"]
+    """Score = affinity x tier distance + duration of a decode step + λ x queued prefill - hits x cached prefill."""
+    affinity, weight, hits = parameters["affinity"], parameters["lambda"], parameters["hits"]
 
     def score(candidates: Candidates) -> Column:
-        apart = np.log(candidates["tier_ratio"])
+        apart, saved_s = np.log(candidates["tier_ratio"]), candidates["cached_prefill_s"]
         other = np.where(apart > 0, LOOSER + apart, STRICTER - apart)
         distance = np.where(np.abs(apart) <= np.log(SAME_TIER), 0.0, np.where(apart == np.inf, EMPTY, other))
+        if hits > 0 and saved_s.any():
+            distance = np.where(_saves_more_than_its_tier_costs(candidates, distance), 0.0, distance)
         alike = (candidates["tiers_matter"] == 0) | (affinity <= 0)
         distance = np.where(alike, 0.0, distance) + LOOSER * candidates["tier_closed"]
         load = candidates["decode_step_s"] + weight * candidates["queued_prefill_s"]
-        if candidates.request.late:
-            load = np.where(alike | (distance > EMPTY), -load, load)  # so that few instances give up deadlines
+        late = candidates.request.late
+        load = np.where(alike | (distance > EMPTY), -load, load) if late else load - hits * saved_s
         return affinity * distance + load
 
     return score
+
+
+def _saves_more_than_its_tier_costs(candidates: Candidates, distance: Column) -> npt.NDArray[np.bool_]:
+    """Return which stricter instances have a prefix that is worth their tier, and more than those of the own tier."""
+    saved_s = candidates["cached_prefill_s"]
+    other_s = np.max(saved_s, where=distance <= EMPTY, initial=0.0)
+    return (candidates["tier_ratio"] < 1.0 / SAME_TIER) & (saved_s - candidates["tier_cost_s"] > other_s)

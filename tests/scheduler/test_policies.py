@@ -718,6 +718,76 @@ def test_tiers_matter_by_the_strictest_request_anywhere() -> None:
     assert loose["tiers_matter"].tolist() == [0.0, 0.0]
 
 
+PREFIX = RequestIndicators(prompt_tokens=10_000, tag_tokens=100, due_s=9.0, tpot_slo_s=0.1)
+
+
+def prefix_columns(
+    hit_tokens: Sequence[float], tiers: Sequence[float] = (0.1, 0.02), **more: Sequence[float]
+) -> Columns:
+    """Return two instances with a request each, whose steps have an overhead of 2.9 ms, and what they have cached."""
+    return {
+        "num_running": [1, 1],
+        "num_waiting": [0, 0],
+        "decode_step_s": [0.01, 0.01],
+        "queued_prefill_s": [0.0, 0.0],
+        "least_tpot_slo_s": tiers,
+        "efficient_step_s": [0.103, 0.097],
+        "prefill_token_s": [1e-4, 1e-4],
+        "prefix_hit_tokens": hit_tokens,
+        **more,
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "columns", "expected"),
+    [
+        ("slo", prefix_columns([0, 2500]), "b"),  # saves 0.25 s, and costs 0.25 s; see the next test
+        ("slo", prefix_columns([0, 2400]), "a"),
+        ("slo", prefix_columns([300, 2600]), "a"),  # the own tier has 0.03 s of it
+        ("slo", prefix_columns([0, 2500], efficient_step_s=[0.2, 0.2]), "a"),  # a step has twice the overhead
+        ("slo", prefix_columns([0, 9999], efficient_step_s=[math.inf, math.inf]), "a"),  # overhead unknown
+        (
+            "slo",
+            prefix_columns([0, 9999], tiers=(0.1, 0.5), efficient_step_s=[0.2, 0.2]),
+            "a",
+        ),  # a looser tier would become stricter for all there
+        ("slo: hits = 0", prefix_columns([0, 9999]), "a"),
+        ("slo", prefix_columns([0, 9999], prefill_token_s=[0.0, 0.0]), "a"),  # sidecars that do not report it
+        ("slo", prefix_columns([0, 100], tiers=(0.1, 0.1), queued_prefill_s=[0.0, 0.029]), "b"),  # less than 3 x 0.01 s
+        ("slo", prefix_columns([0, 100], tiers=(0.1, 0.1), queued_prefill_s=[0.0, 0.031]), "a"),
+        ("slo: hits = 0", prefix_columns([0, 100], tiers=(0.1, 0.1), queued_prefill_s=[0.0, 0.001]), "a"),
+        ("slo: affinity = 0", prefix_columns([0, 100]), "b"),
+    ],
+)
+def test_slo_weighs_a_cached_prefix_against_load_and_a_stricter_tier(
+    text: str, columns: Columns, expected: str
+) -> None:
+    """It goes to the stricter instance where the prefix saves more than the shorter steps cost."""
+    assert chosen(text, columns, PREFIX) == expected
+
+
+def test_what_a_stricter_tier_costs() -> None:
+    """A step of L that takes c for weights and constants costs L / (L - c) times as much as one without them."""
+    candidates = fleet(request=PREFIX, **prefix_columns([0, 2500, 0], tiers=(0.1, 0.02, 0.5), **ALIKE))
+    overhead_s = 0.1 * 0.03 / 1.03
+    own_s = 7500 * 1e-4 + 100 * 0.01
+    extra = 0.02 / (0.02 - overhead_s) - 0.1 / (0.1 - overhead_s)
+    assert candidates["tier_cost_s"] == pytest.approx([0.0, own_s * extra, 0.0])
+    assert candidates["cached_prefill_s"] == pytest.approx([0.0, 0.25, 0.0])
+    assert own_s * extra == pytest.approx(0.2456, abs=1e-3)
+
+
+ALIKE = {name: [one] * 3 for name, one in (("num_running", 1), ("decode_step_s", 0.01), ("prefill_token_s", 1e-4))}
+ALIKE |= {"num_waiting": [0] * 3, "efficient_step_s": [0.1] * 3, "queued_prefill_s": [0.0] * 3}
+
+
+@pytest.mark.parametrize(("text", "admitted"), [("slo", [False, True]), ("slo: hits = 0", [False, False])])
+def test_slo_lets_requests_wait_in_an_engine_that_has_their_prefix(text: str, admitted: list[bool]) -> None:
+    """By three times what it saves: no other engine would do as well, as long as all deadlines are kept."""
+    columns = {"predicted_queue_s": [0.31, 0.31], "prefix_hit_tokens": [0, 100], "prefill_token_s": [1e-4, 1e-4]}
+    assert policy_from(text).admits(two_loaded(**columns)).tolist() == admitted
+
+
 def test_slo_without_affinity_leaves_closed_instances_alone() -> None:
     """The provisioner has closed the second one: it is pending for another tier."""
     candidates = two_loaded(
