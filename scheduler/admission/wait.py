@@ -17,7 +17,7 @@ from scheduler.admission.lateness import latest_start_s
 from scheduler.admission.order import WaitingRequest
 from scheduler.admission.queue import AdmissionQueue, lane_of, retry_pause_s
 from scheduler.candidates import Candidates, Rows
-from scheduler.comparison import Comparison, rows_of
+from scheduler.comparison import HITS, Comparison, rows_of
 from scheduler.indicators import INDEX_OF, STRICTEST_S
 from scheduler.instances import CLASS_LIMIT, LATE, QUEUE_FULL, TIMEOUT
 from scheduler.objectives import DEMOTE, SHED
@@ -32,6 +32,7 @@ FINISHED = INDEX_OF["num_finished_total"]
 # Maximum wait for an instance where no other request would miss a deadline: of best effort, and of late requests from
 # their own deadline on.
 MAX_PATIENT_S, MAX_LATE_S = 60.0, 10.0
+CACHED_SHARE = 0.2  # of a prompt: an instance that has more of it may admit a request although it refused the last one
 
 
 class NextStep(Enum):
@@ -116,11 +117,13 @@ class AdmissionWait:
         return worth if len(worth) else None
 
     def _without_refusals(self, known: Candidates, now_s: float) -> Candidates:
-        """Leave out the instances that have just refused, and where nothing has finished since."""
+        """Leave out the instances that have just refused, where nothing has finished since, and no prefix is cached."""
         if self.passing is not None:
             return known.only(np.flatnonzero(np.isin(rows_of(known), self.passing)), "was not asked before")
         refusals = self._core.refusals(self._lane)
         worth = refusals.worth_asking(known.known.reported[FINISHED][rows_of(known)], now_s, known.rows)
+        if HITS in known.columns:
+            worth |= known[HITS] > CACHED_SHARE * known.prompt_tokens
         return known if worth.all() else known.only(np.flatnonzero(worth), "admitted no request recently")
 
     def _yields(self, known: Candidates) -> bool:

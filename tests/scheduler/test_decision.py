@@ -599,6 +599,21 @@ def test_a_request_that_no_instance_admits_waits_for_the_next_attempt() -> None:
     assert core.num_waiting == 0
     assert core.queue("") is None
     assert decision.placement.held_s == pytest.approx(0.2)
+
+
+def test_an_instance_that_refused_the_last_request_is_asked_about_one_whose_prefix_it_has() -> None:
+    """There it may start at once; with a fifth of its prompt or less it waits as the last one did."""
+    core = core_over("abc", f"{HOLD}, tie_break = 'prefix_hit_tokens'")
+    decision, _ = held(core, 100.0)
+    decision.cancel(100.01)
+    indicators = RequestIndicators(prompt_tokens=1000)
+    few, many = np.array([0.0, 0.0, 200.0]), np.array([0.0, 0.0, 201.0])
+    decision, intention = started(core, 100.02, indicators=indicators, prefix_hits=few)
+    assert isinstance(intention, Wait)
+    decision.cancel(100.03)
+    _, intention = started(core, 100.04, indicators=indicators, prefix_hits=many)
+    assert isinstance(intention, Ask)
+    assert intention.instance_ids == ("c",)
     times = "e2e 9.000 s, ttft 0.100 s; held 0.200 s"
     assert why(decision.placement, 1) == f"{HOLD} over 1: {times}"
 

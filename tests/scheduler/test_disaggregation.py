@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -298,6 +298,26 @@ def test_a_condition_decides_which_instances_are_asked_about_which_leg() -> None
     world = World(core)
     assert world.placed() == ([(PREFILL, "p"), (DECODE, "e")], "pair_by_condition")
     assert world.trace[:2] == [[(SERVE, ("d",), 0.0), (PREFILL, ("p", "q"), 0.0)], [(DECODE, ("e",), 0.503)]]
+
+
+def test_a_cached_prefix_saves_no_prefill_where_a_request_is_only_decoded() -> None:
+    """The decode leg goes to the least loaded instance; a whole request goes where the prefix is."""
+    roles = {"p": "prefill", "d": "decode", "e": "decode"}
+    load = {"least_tpot_slo_s": math.inf, "queued_prefill_s": 0.0, "prefill_token_s": 1e-3}
+    placed = []
+    for legs in ("always", "never"):
+        core = core_over(roles, f"slo: disaggregate = '{legs}'")
+        for name, step_s in (("p", 0.01), ("d", 0.01), ("e", 0.02)):
+            core.instances.table.update(name, {**load, "decode_step_s": step_s}, 0.0)
+        world = World(core, prefill=lambda _: forecast(0.5), whole=lambda name: cached(3.0, name))
+        world.decode = lambda name, in_s: cached(in_s + 2.0, name)
+        placed.append(world.placed(prefix_hits=np.array([0.0, 900.0, 0.0]))[0])
+    assert placed == [[(PREFILL, "p"), (DECODE, "d")], [(SERVE, "e")]]
+
+
+def cached(e2e_s: float, name: str) -> Forecast:
+    """A forecast in which only e has a prefix cached."""
+    return replace(forecast(e2e_s), prefix_hit_tokens=900 if name == "e" else 0)
 
 
 # Without instances with roles.
