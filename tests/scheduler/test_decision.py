@@ -599,6 +599,8 @@ def test_a_request_that_no_instance_admits_waits_for_the_next_attempt() -> None:
     assert core.num_waiting == 0
     assert core.queue("") is None
     assert decision.placement.held_s == pytest.approx(0.2)
+    times = "e2e 9.000 s, ttft 0.100 s; held 0.200 s"
+    assert why(decision.placement, 1) == f"{HOLD} over 1: {times}"
 
 
 def test_an_instance_that_refused_the_last_request_is_asked_about_one_whose_prefix_it_has() -> None:
@@ -614,8 +616,6 @@ def test_an_instance_that_refused_the_last_request_is_asked_about_one_whose_pref
     _, intention = started(core, 100.04, indicators=indicators, prefix_hits=many)
     assert isinstance(intention, Ask)
     assert intention.instance_ids == ("c",)
-    times = "e2e 9.000 s, ttft 0.100 s; held 0.200 s"
-    assert why(decision.placement, 1) == f"{HOLD} over 1: {times}"
 
 
 def test_an_instance_where_a_request_finished_is_asked_at_the_next_attempt() -> None:
