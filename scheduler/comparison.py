@@ -23,7 +23,7 @@ from scheduler.candidate import (
     with_delays_of,
 )
 from scheduler.candidates import Candidates, RequestIndicators, Rows
-from scheduler.indicators import INDEX_OF, Column
+from scheduler.indicators import INDICATORS, Column, IndicatorSource, roots_of
 from scheduler.instances import InstanceDirectory
 from scheduler.intentions import FORECAST_IN, NO_ANSWER, STATUS_OF, Answer, Ask, Reserve
 from scheduler.policy import Policy
@@ -31,9 +31,11 @@ from scheduler.sessions import SESSION_HERE
 
 NONE = -1  # no position
 HITS = "prefix_hit_tokens"  # estimated, until a forecast knows them
-LASTING = {*INDEX_OF, SESSION_HERE, HITS}  # indicators that do not depend on forecasts
-# derived from a request's targets
-OF_TARGETS = ("ttft_left_s", "tpot_slo_s", "late", "tier_closed", "tier_ratio", "tier_fits")
+BY_FORECAST = (IndicatorSource.FORECAST, IndicatorSource.PREFIX)
+TARGETS = ("ttft_left_s", "tpot_slo_s", "late", "tier_closed")
+# indicators that change with forecasts, and with a request's targets
+OF_FORECASTS = {name for name in INDICATORS if any(one.source in BY_FORECAST for one in roots_of([name]))} - {HITS}
+OF_TARGETS = {name for name in INDICATORS if any(one.name in TARGETS for one in roots_of([name]))}
 NO_CANDIDATES: dict[str, Candidate] = {}  # never written to
 EMPTY: Mapping[str, Any] = MappingProxyType({})
 
@@ -124,7 +126,8 @@ class Comparison:
         self.since = self.instances.reserved_since(compared, answers)
         if self.scores is not None or policy.needs_prefix:  # what was derived from earlier forecasts is outdated
             compared = self.compared = replace(
-                compared, columns={name: column for name, column in compared.columns.items() if name in LASTING}
+                compared,
+                columns={name: column for name, column in compared.columns.items() if name not in OF_FORECASTS},
             )
         _add_forecasts(compared, forecast_columns(self.corrected(), policy.forecast_columns))
         self.complete(compared)
