@@ -9,13 +9,13 @@ from itertools import pairwise
 
 from predictor.config import require_count
 from predictor.lengths import RESIDUALS
-from scheduler.admission.order import DEADLINE_TURN, FAIR_TURN, PRIORITY_TURN
+from scheduler.admission.order import DEADLINE_TURN, FAIR_TURN, PRIORITY_TURN, SHORTEST_TURN
 
 ENGINE_CACHE, SENT_INDEX = "engine", "sent"
 FIRST_COME, LATE_LAST, FEWEST_LATE = "first_come", "late_last", "fewest_late"
 MIN_HOP_S = 1e-6  # coupled engines advance by at most this time together
 WHOLE_QUEUE_TURNS = (LATE_LAST, FEWEST_LATE)  # which sort the whole queue, without lanes
-TURNS = (FIRST_COME, *WHOLE_QUEUE_TURNS, DEADLINE_TURN, PRIORITY_TURN, FAIR_TURN)
+TURNS = (FIRST_COME, *WHOLE_QUEUE_TURNS, DEADLINE_TURN, SHORTEST_TURN, PRIORITY_TURN, FAIR_TURN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,6 +41,11 @@ def by_deadline(waiting: Sequence[WaitingRequest], _now_s: float) -> int:
     return min(waiting, key=lambda one: (one.due_s, one.number)).number
 
 
+def by_length(waiting: Sequence[WaitingRequest], _now_s: float) -> int:
+    """The fewest tokens of prompt and predicted response: under overload more are in time, and long ones wait."""
+    return min(waiting, key=lambda one: (one.num_tokens, one.number)).number
+
+
 def by_priority(waiting: Sequence[WaitingRequest], now_s: float) -> int:
     """The lowest priority number; each ten seconds of waiting count as one."""
     return min(waiting, key=lambda one: (one.priority - (now_s - one.joined_s) / AGEING_S, one.number)).number
@@ -85,10 +90,12 @@ def are_level(turn: HeadOf, one: WaitingRequest, head: WaitingRequest) -> bool:
     return turn is not by_priority or one.priority <= head.priority
 
 
-DEADLINE_TURN, PRIORITY_TURN, FAIR_TURN, ARRIVAL_TURN = "deadline", "priority", "fair", "arrival"
+ARRIVAL_TURN, DEADLINE_TURN, SHORTEST_TURN = "arrival", "deadline", "shortest"
+PRIORITY_TURN, FAIR_TURN = "priority", "fair"
 TURNS: dict[str, Callable[[], HeadOf]] = {
     ARRIVAL_TURN: lambda: by_arrival,
     DEADLINE_TURN: lambda: by_deadline,
+    SHORTEST_TURN: lambda: by_length,
     PRIORITY_TURN: lambda: by_priority,
     FAIR_TURN: FairTurns,
 }

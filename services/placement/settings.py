@@ -140,8 +140,9 @@ class SchedulerSettings:
     admission_turn: Annotated[
         str,
         Option(
-            "Order of requests with the same target in the admission queue: arrival, deadline, priority (ten seconds "
-            "of waiting count as one step), or fair (the client that got the fewest tokens first).",
+            "Order of requests with the same target in the admission queue: arrival, deadline, shortest (the fewest "
+            "tokens), priority (ten seconds of waiting count as one step), or fair (the client that got the fewest "
+            "tokens first).",
             choices=tuple(TURNS),
         ),
     ] = ARRIVAL_TURN

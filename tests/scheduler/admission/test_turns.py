@@ -18,6 +18,7 @@ from scheduler.admission.order import (
     WaitingRequest,
     by_arrival,
     by_deadline,
+    by_length,
     by_priority,
     turn_named,
 )
@@ -52,6 +53,12 @@ def test_the_first_token_that_is_due_first_goes_first() -> None:
     """Equal ones by arrival; requests without a deadline come last, by arrival."""
     requests = waiting({}, {"due_s": 7.0}, {"due_s": 3.0}, {"due_s": math.inf}, {"due_s": 3.0})
     assert served_in_turn(by_deadline, requests) == [2, 4, 1, 0, 3]
+
+
+def test_the_shortest_request_goes_first() -> None:
+    """By the tokens of prompt and predicted response; equal ones by arrival."""
+    requests = waiting({"num_tokens": 9.0}, {"num_tokens": 7.0}, {"num_tokens": 3.0}, {"num_tokens": 7.0})
+    assert served_in_turn(by_length, requests) == [2, 1, 3, 0]
 
 
 def test_the_lowest_priority_number_goes_first_and_waiting_counts() -> None:
@@ -146,12 +153,10 @@ def test_the_number_of_tenants_that_are_remembered_is_bounded(requests: list[tup
 
 def test_an_order_by_name() -> None:
     """Fair turns remember nothing of other schedulers; an unknown name is refused with the closest one."""
-    assert (turn_named("arrival"), turn_named("deadline"), turn_named("priority")) == (
-        by_arrival,
-        by_deadline,
-        by_priority,
-    )
+    for name, turn in (("arrival", by_arrival), ("deadline", by_deadline), ("shortest", by_length)):
+        assert turn_named(name) is turn
+    assert turn_named("priority") is by_priority
     assert turn_named("fair") is not turn_named("fair")
     with pytest.raises(ValueError, match=r"admission_turn: 'fare' is none of .*; did you mean fair\?"):
         turn_named("fare")
-    assert list(TURNS) == ["arrival", "deadline", "priority", "fair"]
+    assert list(TURNS) == ["arrival", "deadline", "shortest", "priority", "fair"]
