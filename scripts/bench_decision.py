@@ -323,7 +323,7 @@ def loaded(role: str, num_running: int, rng: random.Random, slo: Slo | None = No
         prompt_tokens, output_tokens = rng.randint(50, 800), rng.randint(20, 600)
         facts = RequestFacts(request_id=f"r{number}", prompt_tokens=prompt_tokens, output_tokens=output_tokens, slo=slo)
         engine.add(facts)
-    engine.advance(1.0)
+    engine.advance(5.0)  # all prompts are computed by then
     return engine
 
 
