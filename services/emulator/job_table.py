@@ -38,8 +38,8 @@ class JobTable:
         self._held: list[Job] = []  # finished prefills whose blocks are held
 
     def __len__(self) -> int:
-        """Return the number of requests that have not ended."""
-        return len(self.by_slot) - len(self._ending)
+        """Return the number of requests that have not ended; another thread may ask while some are removed."""
+        return len(self.by_slot) - sum(job.slot in self.by_slot for job, _ in self._ending)
 
     def end(self, job: Job, reason: str) -> None:
         """Note that a request has ended, and why."""
