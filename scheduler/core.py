@@ -101,7 +101,7 @@ class SchedulerCore:
         self._refusals: dict[int, RecentRefusals] = {}  # by lane
         self._refusals_of: tuple[str, ...] = ()
         self._shares: dict[str, ClassShares] = {}  # by model
-        self.prefill_token_s = 0.0  # how long a prompt token takes at least, from the first step to the first token
+        self.least_prefill_token_s = 0.0  # from the first step to the first token, over the length of the prompt
         self._policies: dict[str, Policy] = {}
         self.policy = self.policy_named(policy) if isinstance(policy, str) else policy
 
@@ -138,8 +138,8 @@ class SchedulerCore:
 
     def observe_prefill(self, token_s: float) -> None:
         """Learn how long a prompt token takes at least, by forecasts; the least counts less and less."""
-        known = self.prefill_token_s
-        self.prefill_token_s = min(token_s, known * (1 + PREFILL_FADE)) if known else token_s
+        known = self.least_prefill_token_s
+        self.least_prefill_token_s = min(token_s, known * (1 + PREFILL_FADE)) if known else token_s
 
     # Prompts and sessions.
 

@@ -200,7 +200,8 @@ OTHERS = (
 
 STRICTEST_S, LOOSEST_S = 1e-3, 10.0  # TPOT targets beyond these are all the same
 SAME_TIER = 1.05  # targets within this ratio are of the same tier
-OVERHEAD_SHARE = 0.03 / 1.03  # of `efficient_step_s` is what a step takes for weights and constants, whatever it serves
+# of `efficient_step_s`: what a step takes for weights and constants, so that longer ones cost at most 3 % less
+OVERHEAD_SHARE = 0.03 / 1.03
 
 
 def _bounded(target_s: Column) -> Column:
@@ -235,7 +236,8 @@ def _tiers_matter(of: Columns) -> Column:
 def _tier_cost_s(of: Columns) -> Column:
     """Compare the request's cost in steps as short as the tier's with that in steps as long as its own target.
 
-    A step with a constant c and a length of L costs its requests L / (L - c) times what they would cost without it.
+    A step with a constant c and a length of L costs its requests L / (L - c) times what they would cost without it. A
+    decode costs what it does on the instance where most share a step.
     """
     ratio, efficient_s = of["tier_ratio"], of["efficient_step_s"]
     stricter, known = ratio < 1.0 / SAME_TIER, efficient_s < math.inf

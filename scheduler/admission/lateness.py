@@ -34,7 +34,7 @@ def latest_start_s(
             core.observe_prefill(least_s / max(1, prompt_tokens))
             if asked_all:
                 return due_s - float(np.fmin.reduce(ttft_s))
-    return due_s - core.prefill_token_s * prompt_tokens
+    return due_s - core.least_prefill_token_s * prompt_tokens
 
 
 def retry_after_s(core: SchedulerCore, request: PlacementRequest, compared: Candidates | None, now_s: float) -> float:

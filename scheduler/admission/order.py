@@ -42,7 +42,7 @@ def by_deadline(waiting: Sequence[WaitingRequest], _now_s: float) -> int:
 
 
 def by_length(waiting: Sequence[WaitingRequest], _now_s: float) -> int:
-    """The fewest tokens of prompt and predicted response: under overload more are in time, and long ones wait."""
+    """The fewest tokens of prompt and predicted response; equal ones by arrival."""
     return min(waiting, key=lambda one: (one.num_tokens, one.number)).number
 
 

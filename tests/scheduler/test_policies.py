@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import scheduler.policies
+from predictor.load import EFFICIENT
 from scheduler.candidates import Candidates, RequestIndicators
 from scheduler.indicators import IndicatorSource, require_indicator, roots_of
 from scheduler.instance_table import InstanceTable
@@ -746,11 +747,8 @@ def prefix_columns(
         ("slo", prefix_columns([300, 2600]), "a"),  # the own tier has 0.03 s of it
         ("slo", prefix_columns([0, 2500], efficient_step_s=[0.2, 0.2]), "a"),  # a step has twice the overhead
         ("slo", prefix_columns([0, 9999], efficient_step_s=[math.inf, math.inf]), "a"),  # overhead unknown
-        (
-            "slo",
-            prefix_columns([0, 9999], tiers=(0.1, 0.5), efficient_step_s=[0.2, 0.2]),
-            "a",
-        ),  # a looser tier would become stricter for all there
+        # a looser tier would become stricter for all there
+        ("slo", prefix_columns([0, 9999], tiers=(0.1, 0.5), efficient_step_s=[0.2, 0.2]), "a"),
         ("slo: hits = 0", prefix_columns([0, 9999]), "a"),
         ("slo", prefix_columns([0, 9999], prefill_token_s=[0.0, 0.0]), "a"),  # sidecars that do not report it
         ("slo", prefix_columns([0, 100], tiers=(0.1, 0.1), queued_prefill_s=[0.0, 0.029]), "b"),  # less than 3 x 0.01 s
@@ -766,19 +764,19 @@ def test_slo_weighs_a_cached_prefix_against_load_and_a_stricter_tier(
     assert chosen(text, columns, PREFIX) == expected
 
 
+ALIKE = {name: [one] * 3 for name, one in (("num_running", 1), ("decode_step_s", 0.01), ("prefill_token_s", 1e-4))}
+ALIKE |= {"num_waiting": [0] * 3, "efficient_step_s": [0.1] * 3, "queued_prefill_s": [0.0] * 3}
+
+
 def test_what_a_stricter_tier_costs() -> None:
     """A step of L that takes c for weights and constants costs L / (L - c) times as much as one without them."""
     candidates = fleet(request=PREFIX, **prefix_columns([0, 2500, 0], tiers=(0.1, 0.02, 0.5), **ALIKE))
-    overhead_s = 0.1 * 0.03 / 1.03
+    overhead_s = 0.1 * (1 - 1 / EFFICIENT)
     own_s = 7500 * 1e-4 + 100 * 0.01
     extra = 0.02 / (0.02 - overhead_s) - 0.1 / (0.1 - overhead_s)
     assert candidates["tier_cost_s"] == pytest.approx([0.0, own_s * extra, 0.0])
     assert candidates["cached_prefill_s"] == pytest.approx([0.0, 0.25, 0.0])
     assert own_s * extra == pytest.approx(0.2456, abs=1e-3)
-
-
-ALIKE = {name: [one] * 3 for name, one in (("num_running", 1), ("decode_step_s", 0.01), ("prefill_token_s", 1e-4))}
-ALIKE |= {"num_waiting": [0] * 3, "efficient_step_s": [0.1] * 3, "queued_prefill_s": [0.0] * 3}
 
 
 @pytest.mark.parametrize(("text", "admitted"), [("slo", [False, True]), ("slo: hits = 0", [False, False])])
