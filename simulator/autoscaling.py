@@ -124,6 +124,15 @@ def simulate_provisioned(  # noqa: PLR0913 - what a run is made of
     )
 
 
+def moved_between_tiers(sim: Simulation, tiers: Tiers) -> SimulatedTiers:
+    """Let all instances of a simulation that has not begun move between tiers; their number does not change."""
+    num = len(sim.specs)
+    options = AutoscalingOptions(first=num, limits=ScalingLimits(max_instances=num), tiers=tiers)
+    moved = SimulatedProvisioner(sim, options).tiers
+    assert moved is not None
+    return moved
+
+
 class SimulatedProvisioner:
     """Starts and drains the instances of one simulation by a rule."""
 

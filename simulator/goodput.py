@@ -19,7 +19,9 @@ import numpy.typing as npt
 
 from predictor.gain import ServiceLevels, attained
 from predictor.state import FINISHED, PREFILL_LEG
+from scheduler.provisioning.tiers import Tiers
 from simulator.assembly import simulation
+from simulator.autoscaling import moved_between_tiers
 from simulator.capacity import MAX_TRIALS, Bracket
 from simulator.metrics import latencies, served_requests
 from simulator.parallel import Runner
@@ -31,6 +33,7 @@ from simulator.workload import Workload
 Flags = npt.NDArray[np.bool_]
 
 ROUNDING = 1e-9  # of sums of shares
+LEAST_S = 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +65,7 @@ class GoodputTrial:
     share: float
     by_work: bool = False
     warm_up_s: float = 0.0
+    tiers: Tiers = ()  # between which all instances move
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,11 +92,15 @@ class TooManyMissedError(Exception):
 
 
 def run_trial(trial: GoodputTrial) -> dict[str, Any]:
-    """Run a trial; one that certainly fails is stopped, and has only shares that cannot be exceeded any more."""
+    """Run a trial; one that certainly fails is stopped, and has only shares that cannot be exceeded any more.
+
+    With tiers, `num_serving` is how many instances are in tiers, or leave one, while the requests arrive that count.
+    """
     scenario = trial.scenario
     work, counts = requests_of(trial)
     levels = with_deadlines(work)
     running = simulation(scenario.instance_specs(), work, trial.policy, scenario.conditions, seed=trial.seed)
+    moved = moved_between_tiers(running, trial.tiers) if trial.tiers else None
     has_deadline = ~np.isnan(levels.ttft_slo_s) & counts
     last = np.flatnonzero(counts)[-1]
     tokens = work.lengths.prompt_tokens + work.lengths.output_tokens
@@ -111,9 +119,13 @@ def run_trial(trial: GoodputTrial) -> dict[str, Any]:
         return bool(number > last and have_ended(running)[counts].all())
 
     try:
-        return attained_in(running.run(watch), counts)
+        found = attained_in(running.run(watch), counts)
     except TooManyMissedError:
         return {**at_most, "is_stopped": True}
+    if moved is not None:
+        start_s, end_s = work.arrival_s[counts][[0, -1]]
+        found["num_serving"] = moved.serving_s(end_s, start_s) / max(end_s - start_s, LEAST_S)
+    return found
 
 
 def requests_of(trial: GoodputTrial) -> tuple[Workload, Flags]:

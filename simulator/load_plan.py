@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -13,6 +14,9 @@ from simulator.mix import MixEntry
 
 MAX_REQUESTS = 1_000_000
 MAX_TOKENS = 1_000_000
+LENGTH_FORMS = (
+    "128, uniform:16:512, lognormal:MEDIAN:SPREAD, exponential:MEAN or quantiles:SHARE:TOKENS:SHARE:TOKENS..."
+)
 ARRIVALS = ("poisson", "gamma", "uniform", "trace")
 
 Generator = np.random.Generator
@@ -137,9 +141,10 @@ def arrival_times(num: int, timing: Timing, generator: Generator) -> list[float]
 
 
 def lengths_of(text: str, field: str, *, continuous: bool = False) -> Draw:
-    """Parse a number of tokens or a distribution: 128, uniform:16:512, lognormal:MEDIAN:SPREAD, exponential:MEAN.
+    """Parse a number of tokens or a distribution; `LENGTH_FORMS` names them.
 
-    Draws are cut to whole numbers later, unless they are `continuous`.
+    Draws are cut to whole numbers later, unless they are `continuous`. Between quantiles, of which each has its share
+    first, the logarithm of the length grows evenly; all lengths lie between 1 and the last quantile.
     """
     name, *words = text.split(":")
     try:
@@ -155,9 +160,20 @@ def lengths_of(text: str, field: str, *, continuous: bool = False) -> Draw:
             return lambda generator, num: (median * np.exp(spread * generator.standard_normal(num))).tolist()
         case "exponential", [mean] if mean >= 1:
             return lambda generator, num: generator.exponential(mean, num).tolist()
+        case "quantiles", [*pairs] if _are_quantiles(pairs[::2], pairs[1::2]):
+            shares, logs = [0.0, *pairs[::2]], np.log([1.0, *pairs[1::2]])
+            return lambda generator, num: np.exp(np.interp(generator.random(num), shares, logs)).tolist()
         case _, [number] if not words and number >= 1:
             return lambda _, num: [number] * num
-    raise ValueError(f"{field}: {text!r} is none of 128, uniform:16:512, lognormal:MEDIAN:SPREAD, exponential:MEAN")
+    raise ValueError(f"{field}: {text!r} is none of {LENGTH_FORMS}")
+
+
+def _are_quantiles(shares: Sequence[float], tokens: Sequence[float]) -> bool:
+    """Return whether shares between 0 and 1 grow, and the numbers of tokens with them."""
+    if len(shares) != len(tokens) or not shares:
+        return False
+    grows = all(one < other for one, other in pairwise(shares)) and all(one <= other for one, other in pairwise(tokens))
+    return grows and shares[0] > 0 and shares[-1] <= 1 and tokens[0] >= 1
 
 
 def whole(values: Iterable[float]) -> list[int]:

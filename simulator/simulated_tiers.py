@@ -6,6 +6,8 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
+import numpy as np
+
 from predictor.tabulated_costs import step_seconds, tabulate
 from scheduler.indicators import INDEX_OF
 from scheduler.provisioning.pool_state import TierNeeds
@@ -34,6 +36,7 @@ class SimulatedTiers:
         self._places = dict.fromkeys(self._names, POOL)
         self._alone_s = [_alone_step_s(spec) for spec in sim.specs]
         self._counted_s = 0.0  # up to when serving time is counted
+        self._served_until: list[tuple[float, float]] = [(0.0, 0.0)]  # (time, serving time until then)
 
     def plan(self, now_s: float, ready: Sequence[int]) -> None:
         """Move the instances that are ready; others have no tier."""
@@ -73,11 +76,13 @@ class SimulatedTiers:
                 self._pending_s += passed_s
             elif place.tier:
                 self.tier_s[place.tier] += passed_s
+        self._served_until.append((self._counted_s, self._pending_s + sum(self.tier_s.values())))
 
-    def serving_s(self, end_s: float) -> float:
-        """Return the time that instances spent in tiers, or pending, until the end."""
+    def serving_s(self, end_s: float, start_s: float = 0.0) -> float:
+        """Return the time that instances spent in tiers, or pending, from the start until the end."""
         self._count(end_s)
-        return self._pending_s + sum(self.tier_s.values())
+        times, served = zip(*self._served_until, strict=True)
+        return float(np.interp(end_s, times, served) - np.interp(start_s, times, served))
 
 
 def _alone_step_s(spec: InstanceSpec) -> float:

@@ -13,6 +13,7 @@ from services.cli.engine_options import ENGINE, EngineModelSettings, settings_in
 from services.cli.settings_options import SettingValues, settings_options
 from services.parallel import processes, ray_cluster
 from simulator.codec import read_text
+from simulator.load_plan import LENGTH_FORMS
 from simulator.parallel import Runner
 from simulator.scenario import Scenario, scenario_from
 
@@ -21,7 +22,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 DEFAULT_POLICIES = "block,llumnix,jsq"
 
 DEFAULT_INSTANCES = 12
-LENGTH_FORMS = "128, uniform:16:512, lognormal:MEDIAN:SPREAD or exponential:MEAN"
 
 # Without a flag the scenario's own value counts, so these flags have no defaults.
 TRAFFIC = {

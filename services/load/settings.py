@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from services.settings import Option, default_of
-from simulator.load_plan import Timing
+from simulator.load_plan import LENGTH_FORMS, Timing
 
 DEFAULT_RATE = 4.0
 DEFAULT_REQUESTS = 100
@@ -35,9 +35,7 @@ class BenchSettings:
         int | None, Option("Number of requests.", short="-n", unset=f"all of a trace, otherwise {DEFAULT_REQUESTS}")
     ] = None
     warm_up: Annotated[int, "Number of first requests that are left out of the report."] = 0
-    prompt_tokens: Annotated[
-        str, "Prompt lengths without a trace: 128, uniform:16:512, lognormal:MEDIAN:SPREAD or exponential:MEAN."
-    ] = "lognormal:128:1"
+    prompt_tokens: Annotated[str, f"Prompt lengths without a trace: {LENGTH_FORMS}."] = "lognormal:128:1"
     output_tokens: Annotated[str, "Response lengths without a trace, in the same forms."] = "lognormal:128:0.8"
     arrivals: Annotated[
         str,

@@ -17,13 +17,14 @@ from typing import Any
 from predictor.config import require_count
 from predictor.suggestions import did_you_mean
 from scheduler.policy import policy_from
+from scheduler.provisioning.tiers import Tiers, tiers_from
 from simulator.capacity import LatencyObjective
 from simulator.experiments import autoscaling_shapes
 from simulator.experiments.claims import Claim, Turn, claim_from, turn_from
 from simulator.scenario import Scenario, scenario_from
 
-CAPACITY, SWEEP, FORECASTS, PROVISIONING, HYBRID, URGENCY, GOODPUT = KINDS = (
-    "capacity", "sweep", "forecasts", "provisioning", "hybrid", "urgency", "goodput",
+CAPACITY, SWEEP, FORECASTS, PROVISIONING, HYBRID, URGENCY, GOODPUT, COST = KINDS = (
+    "capacity", "sweep", "forecasts", "provisioning", "hybrid", "urgency", "goodput", "cost",
 )  # fmt: skip
 KEYS = (
     "title", "about", "kind", "seeds", "first_seed", "policies", "baseline", "rates", "first_rate", "resolution",
@@ -32,6 +33,7 @@ KEYS = (
     "attained", "work", "gain_name", "tuning_requests", "warm_up_s", "axes", "axis_separator", "default_settings",
 )  # fmt: skip
 
+OF_VARIANTS = ("name", "policy", "splits", "split_of", "tiers")  # what else a variant has changes the scenario
 SEPARATORS = ("_", ".")  # of the names of a setting and of its values on axes
 LATENCY_PLOTS = ("ttft_mean_s", "ttft_p99_s", "e2e_mean_s", "e2e_p99_s")
 
@@ -103,7 +105,8 @@ class Variant:
     """A policy with its changes to the scenario, or these alone; one curve or row of a report.
 
     `splits` are the shares of the instances that may have the role prefill, of which an experiment of kind goodput
-    chooses the best; `split_of` names the variant whose choice is taken over.
+    chooses the best; `split_of` names the variant whose choice is taken over. Between `tiers` instances move in an
+    experiment of kind cost.
     """
 
     name: str
@@ -111,6 +114,7 @@ class Variant:
     changes: Mapping[str, Any] = field(default_factory=dict)
     splits: tuple[float, ...] = ()
     split_of: str = ""
+    tiers: Tiers = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -319,7 +323,7 @@ def _require_splits(variants: Sequence[Variant]) -> None:
 
 
 def _require_rates(kind: str, settings: Sequence[ExperimentSetting]) -> None:
-    if kind in (HYBRID, URGENCY, FORECASTS) and not all(one.rates for one in settings):
+    if kind in (HYBRID, URGENCY, FORECASTS, COST) and not all(one.rates for one in settings):
         raise ValueError(f"rates: an experiment of kind {kind} needs at least one for each setting")
     if len({one.saturated_rate is None for one in settings}) > 1:
         raise ValueError("saturated_rate: must be given for all settings, or for none")
@@ -335,15 +339,25 @@ def _variant(given: str | Mapping[str, Any], kind: str) -> Variant:
     variant = Variant(
         name=str(table.get("name", table.get("policy", ""))),
         policy=str(table.get("policy", "")),
-        changes={key: value for key, value in table.items() if key not in ("name", "policy", "splits", "split_of")},
+        changes={key: value for key, value in table.items() if key not in OF_VARIANTS},
         splits=tuple(table.get("splits", ())),
         split_of=str(table.get("split_of", "")),
+        tiers=_tiers(table["tiers"], kind) if "tiers" in table else (),
     )
     if not all(isinstance(share, int | float) and 0 < share < 1 for share in variant.splits):
         raise ValueError(f"policies.splits: must be shares between 0 and 1, not {variant.splits}")
     if kind not in (HYBRID, URGENCY):  # which have one instance
         policy_from(variant.policy)  # reject a bad policy before anything is measured
     return variant
+
+
+def _tiers(given: Any, kind: str) -> Tiers:
+    if kind != COST:
+        raise ValueError(f"policies.tiers: experiments of kind {kind} have none")
+    try:
+        return tiers_from(given)
+    except ValueError as error:
+        raise ValueError(f"policies.tiers: {error}") from None
 
 
 def _settings(base: Scenario, table: Mapping[str, Any]) -> tuple[ExperimentSetting, ...]:

@@ -11,10 +11,11 @@ import numpy as np
 
 from simulator.assembly import simulate
 from simulator.capacity import Capacity, Search, capacities, gain, half_width
-from simulator.experiments import autoscaling_comparison, autoscaling_shapes, goodput_comparison
+from simulator.experiments import autoscaling_comparison, autoscaling_shapes, cost_comparison, goodput_comparison
 from simulator.experiments.claims import Claim, ClaimResult, Read, Turn, evaluate, turning_points
 from simulator.experiments.experiment import (
     CAPACITY,
+    COST,
     FORECASTS,
     GOODPUT,
     HYBRID,
@@ -88,7 +89,7 @@ def measure(experiment: Experiment, runner: Runner, on_progress: OnProgress) -> 
     runner = _from_seed(experiment.first_seed, runner)
     if experiment.kind == PROVISIONING:
         return _provisioning(experiment, runner, on_progress)
-    kinds = {CAPACITY: _capacities, GOODPUT: _goodput}
+    kinds = {CAPACITY: _capacities, GOODPUT: _goodput, COST: _costs}
     return kinds.get(experiment.kind, _sweep)(experiment, runner, on_progress)
 
 
@@ -193,6 +194,22 @@ def _goodput(experiment: Experiment, runner: Runner, on_progress: OnProgress) ->
             for name, one in variants.items()
         }
     return Findings(rows=rows, curves=curves, goodput=found, bounds=bounds)
+
+
+def _costs(experiment: Experiment, runner: Runner, on_progress: OnProgress) -> Findings:
+    found = cost_comparison.compare(experiment, runner, on_progress)
+    units = {cost_comparison.COST: "s", cost_comparison.NUM_INSTANCES: "instances"}
+    rows: list[Row] = []
+    curves: Curves = {}
+    for metric, by_case in found.items():
+        for (setting, variant, rate), values in by_case.items():
+            row = _mean_row(f"{metric}.{slug(variant)}.{setting}.{rate:g}", values, units.get(metric, "ratio"))
+            rows.append(row)
+            point = (rate, row.value, row.ci95 or 0.0)
+            curves.setdefault(metric, {}).setdefault(setting, {}).setdefault(variant, []).append(point)
+    for (setting, variant, rate), values in cost_comparison.savings(experiment, found).items():
+        rows.append(_mean_row(f"saved_over_best.{slug(variant)}.{setting}.{rate:g}", values, "ratio"))
+    return Findings(rows=rows, curves=curves)
 
 
 def _rival_rows(name: str, experiment: Experiment, found: goodput_comparison.Found) -> list[Row]:

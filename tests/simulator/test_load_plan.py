@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from predictor.request import RequestFacts, Slo
-from simulator.load_plan import Timing, by_arrival, planned, synthetic
+from simulator.load_plan import Timing, by_arrival, lengths_of, planned, synthetic
 
 
 def gaps_of(timing: Timing, num: int = 4000, seed: int = 0) -> np.ndarray[Any, np.dtype[np.float64]]:
@@ -51,7 +51,10 @@ def test_a_trace_keeps_its_times() -> None:
 
 @settings(max_examples=50)
 @given(
-    st.sampled_from(["1", "37", "uniform:3:9", "uniform:5:5", "lognormal:20:1.5", "exponential:8"]), st.integers(0, 99)
+    st.sampled_from(
+        ["1", "37", "uniform:3:9", "uniform:5:5", "lognormal:20:1.5", "exponential:8", "quantiles:0.5:9:1:20"]
+    ),
+    st.integers(0, 99),
 )
 def test_lengths_are_token_counts(text: str, seed: int) -> None:
     """Lengths are whole and at least one, and the same seed gives the same lengths."""
@@ -65,7 +68,21 @@ def test_lengths_are_token_counts(text: str, seed: int) -> None:
         assert lengths == {int(text)}
 
 
-BAD_LENGTHS = ("", "0", "x", "-5", "nan", "1e9", "uniform:9:3", "uniform:3", "normal:1:2", "lognormal:0:1", "3:4")
+def test_lengths_by_quantiles() -> None:
+    """Each share of the lengths is at most its quantile; all are at most the last."""
+    draw = lengths_of("quantiles:0.25:12:0.5:28:0.75:82:0.99:750", "prompt_tokens", continuous=True)
+    drawn = np.array(draw(np.random.default_rng(0), 100_000))
+    for share, tokens in ((0.25, 12), (0.5, 28), (0.75, 82), (0.99, 750)):
+        assert (drawn <= tokens).mean() == pytest.approx(1.0 if tokens == 750 else share, abs=0.005)
+    assert drawn.min() >= 1
+    assert np.quantile(drawn, 0.375) == pytest.approx((12 * 28) ** 0.5, rel=0.03)
+
+
+BAD_LENGTHS = (
+    "", "0", "x", "-5", "nan", "1e9", "uniform:9:3", "uniform:3", "normal:1:2", "lognormal:0:1", "3:4", "quantiles",
+    "quantiles:0.5", "quantiles:0.5:9:0.4:10", "quantiles:0.5:9:0.6:8", "quantiles:0:9", "quantiles:2:9",
+    "quantiles:0.5:0.5",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("text", BAD_LENGTHS)

@@ -12,7 +12,9 @@ import pytest
 from scheduler.provisioning.limits import ScalingLimits, ScalingObjectives
 from scheduler.provisioning.tier_planner import TierPlace
 from scheduler.provisioning.tiers import Tier
-from simulator.autoscaling import AutoscalingOptions, ProvisionedRun, simulate_provisioned
+from simulator.assembly import simulation
+from simulator.autoscaling import AutoscalingOptions, ProvisionedRun, moved_between_tiers, simulate_provisioned
+from simulator.conditions import Conditions
 from simulator.metrics import latencies
 from simulator.mix import MixEntry, mixed_workload
 from simulator.workload import Workload, by_schedule, poisson_gaps, workload
@@ -64,6 +66,25 @@ def test_a_fixed_fleet_serves_by_tiers_that_grow_and_shrink(policy: str) -> None
     assert set(done.tier_s) == {"strict", "loose"}
     assert min(done.tier_s.values()) > 0
     assert sum(done.tier_s.values()) <= done.serving_s + 1e-6 < done.instance_s
+
+
+def test_serving_time_of_a_part_of_a_run() -> None:
+    """It is the sum over the moves, second by second, of the instances that are in tiers or leave one."""
+    sim = simulation(specs(FLEET, A30), burst(400), "slo", Conditions(), seed=0)
+    moved = moved_between_tiers(sim, TIERS)
+    end_s = sim.run().end_s
+    assert moved.moves[0][0] < 60.0
+    assert end_s > 75.0
+
+    def num_serving(now_s: float) -> int:
+        places: dict[str, TierPlace] = {}
+        places.update({move.instance_id: move.place for time_s, move in moved.moves if time_s <= now_s})
+        return sum(bool(place.tier) for place in places.values())
+
+    for start_s, until_s in ((0.0, 10.0), (60.0, 75.0), (61.5, 62.0)):
+        times = np.arange(start_s, until_s, 0.01) + 0.005
+        dumb_s = 0.01 * sum(num_serving(float(now_s)) for now_s in times)
+        assert moved.serving_s(until_s, start_s) == pytest.approx(dumb_s, abs=1e-6)
 
 
 def test_bounds_of_tiers_hold_in_every_moment() -> None:

@@ -1,0 +1,142 @@
+"""Compares what serving by deadlines costs: fixed clusters of the smallest size, and instances that join tiers.
+
+A fixed cluster is as small as attains the share at a rate; all its instances cost all the time. Of instances that move
+between tiers, those of the best-effort pool cost nothing (PolyServe §5.4), and there are as many as the scenario has.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from simulator.goodput import GoodputTrial, run_trial
+from simulator.parallel import Runner
+from simulator.sizing import sized
+from simulator.slo_bound import TIERS, slo_bound
+
+if TYPE_CHECKING:
+    from simulator.experiments.experiment import Experiment, ExperimentSetting, Variant
+
+OPTIMUM = "optimum, tiers apart"
+COST, NUM_INSTANCES = "instance_s_per_request", "num_instances"
+METRICS = (COST, NUM_INSTANCES, "attained", "attained_tokens")
+STEP = 1.25  # of sizes, as long as only one side of the smallest one is known
+TRIALS = 6  # of a search, for a progress bar
+
+Costs = Mapping[str, Mapping[tuple[str, str, float], Sequence[float]]]  # by metric; by setting, variant and rate
+
+
+def compare(experiment: Experiment, runner: Runner, on_progress: Callable[[int, int], None]) -> Costs:
+    """Measure all variants in all settings at all rates; each round has a trial of every search that goes on."""
+    searches = {
+        (setting.name, variant.name, rate, seed): _search(experiment, setting, variant, rate, seed)
+        for setting in experiment.settings
+        for variant, _ in experiment.cases(setting)
+        for rate in setting.rates
+        for seed in range(experiment.seeds)
+    }
+    estimate = sum(1 if one.trial.tiers else TRIALS for one in searches.values())
+    num_done = 0
+    while going_on := [search for search in searches.values() if not search.has_ended]:
+        trials = [search.next_trial() for search in going_on]
+        for position, shown in runner(run_trial, trials):
+            going_on[position].learn(shown)
+            num_done += 1
+            on_progress(min(num_done, estimate - 1), estimate)
+    on_progress(estimate, estimate)
+    found: dict[str, dict[tuple[str, str, float], list[float]]] = {metric: {} for metric in METRICS}
+    for (setting_name, variant_name, rate, _), search in searches.items():
+        for metric, value in search.found(rate).items():
+            found[metric].setdefault((setting_name, variant_name, rate), []).append(value)
+    for values in found.values():
+        for case in [case for case, of_seeds in values.items() if len(of_seeds) < experiment.seeds]:
+            del values[case]  # with some seed, no size attains the share
+    for setting in experiment.settings:
+        for rate in setting.rates:
+            seeds = range(experiment.first_seed, experiment.first_seed + experiment.seeds)
+            each = [_optimum_s(setting, rate, seed) for seed in seeds]
+            found[COST][setting.name, OPTIMUM, rate] = each
+            found[NUM_INSTANCES][setting.name, OPTIMUM, rate] = [rate * one for one in each]
+    return found
+
+
+def _optimum_s(setting: ExperimentSetting, rate: float, seed: int) -> float:
+    scenario = setting.scenario
+    return slo_bound(scenario.instance_specs(), scenario.workload(rate, seed)).optimum_s[TIERS]
+
+
+def _search(
+    experiment: Experiment, setting: ExperimentSetting, variant: Variant, rate: float, seed: int
+) -> _SizeSearch:
+    scenario = setting.scenario.changed(**variant.changes)
+    most = scenario.instances[0].count
+    first = math.ceil(rate * _optimum_s(setting, rate, seed))
+    trial = GoodputTrial(
+        scenario=scenario,
+        policy=variant.policy,
+        rate=rate,
+        seed=seed,
+        share=experiment.attained,
+        warm_up_s=setting.warm_up_s,
+        tiers=variant.tiers,
+    )
+    return _SizeSearch(trial=trial, most=most, next_size=most if variant.tiers else max(1, min(most, first)))
+
+
+@dataclass(slots=True, kw_only=True)
+class _SizeSearch:
+    """The search for the smallest fixed cluster that attains the share, or one trial of a cluster with tiers."""
+
+    trial: GoodputTrial
+    most: int
+    next_size: int
+    low: int = 0  # the largest size that is known not to attain the share
+    high: int | None = None  # the smallest size that attains it
+    at: dict[str, Any] = field(default_factory=dict)  # what the trial of that size has shown
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the smallest size is known, or no size attains the share."""
+        if self.trial.tiers:
+            return self.high is not None or self.low == self.most
+        return self.low == self.most or (self.high is not None and self.high - self.low == 1)
+
+    def next_trial(self) -> GoodputTrial:
+        """Return the trial of the size that shows most."""
+        return replace(self.trial, scenario=sized(self.trial.scenario, self.next_size))
+
+    def learn(self, shown: dict[str, Any]) -> None:
+        """Learn whether a size attains the share, and choose the next one."""
+        size = self.next_size
+        if shown["attained"] >= self.trial.share:
+            self.high, self.at = size, shown
+            smaller = math.floor(size / STEP) if self.low == 0 else (self.low + size) // 2
+            self.next_size = max(self.low + 1, min(size - 1, smaller))
+        else:
+            self.low = size
+            larger = math.ceil(size * STEP) if self.high is None else (size + self.high) // 2
+            self.next_size = min(self.most, max(size + 1, larger))
+
+    def found(self, rate: float) -> dict[str, float]:
+        """Return the cost and what was attained; nothing where no size attains the share."""
+        if self.high is None:
+            return {}
+        num = float(self.at.get("num_serving", self.high))
+        shares = {name: float(self.at[name]) for name in ("attained", "attained_tokens")}
+        return {COST: num / rate, NUM_INSTANCES: num, **shares}
+
+
+def savings(experiment: Experiment, costs: Costs) -> dict[tuple[str, str, float], list[float]]:
+    """Return what a variant costs less than the cheapest rival, as a share of that, by setting, variant and rate."""
+    saved, cost = {}, costs[COST]
+    for (setting, name, rate), values in cost.items():
+        rivals = [cost[setting, rival, rate] for rival in experiment.rivals if (setting, rival, rate) in cost]
+        if name in experiment.rivals or not rivals:
+            continue
+        least = min(rivals, key=np.mean)
+        saved[setting, name, rate] = [1 - one / other for one, other in zip(values, least, strict=True)]
+    return saved
