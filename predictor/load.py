@@ -1,8 +1,11 @@
 """The load of an engine as times by its profile, and the shortest target that a request there can still attain.
 
-`efficient_step_s` says from which TPOT target on requests like those there cost hardly more than with any longer one. A
-step with n decodes, and as many prompt tokens as requests need for n decodes on average, costs each of them its time
-over n. That falls while weights and constants are shared by more requests, until computing limits it.
+`efficient_step_s` says from which TPOT target on it is not worth it to serve requests like those there apart from such
+with shorter targets. A step with n decodes, and as many prompt tokens as requests need for n decodes on average, costs
+each of them its time over n. That falls while weights and constants are shared by more requests, until computing limits
+it. On the other hand, fewer requests at a time vary more: instances that serve only some of them need more room, about
+1 over the square root of n of their time. `POOLING` was chosen by simulations with and without tiers. `step_overhead_s`
+is what such a step takes for weights and constants: what it takes longer than its requests would in the best step.
 
 `prefill_token_s` is what a token of a full chunk costs, at the start of a prompt: what a cached one saves.
 """
@@ -19,11 +22,19 @@ from predictor.step_time import DECODE_REGION, PREFILL_REGION
 from predictor.tabulated_costs import Costs, step_seconds
 
 # the indicators that `shown` returns
-LOAD = ("decode_step_s", "queued_prefill_s", "least_tpot_slo_s", "efficient_step_s", "prefill_token_s")
+LOAD = (
+    "decode_step_s",
+    "queued_prefill_s",
+    "least_tpot_slo_s",
+    "efficient_step_s",
+    "step_overhead_s",
+    "prefill_token_s",
+)
 # requests, their context, the longest one, seconds of prefill, shortest target, and tokens of prompts, of these those
 # that are computed, and of responses
 NONE_YET = (0.0, 0.0, 0.0, 0.0, np.inf, 0.0, 0.0, 0.0)
-EFFICIENT = 1.03  # times the least cost of a request
+EFFICIENT = 0.03  # above the least cost of a request, as a share
+POOLING = 0.6  # the same, times the square root of the number of decodes in a step
 MORE = 1.5  # factor between the numbers of decodes that are compared
 MIN_REQUESTS = 16  # fewer have no typical lengths
 
@@ -59,7 +70,7 @@ def is_missed(state: State, slot: int) -> bool:
 
 
 @small_kernel
-def shown(state: State, sums: Sums) -> tuple[float, float, float, float, float]:
+def shown(state: State, sums: Sums) -> tuple[float, float, float, float, float, float]:
     """Return the indicators, in the order of LOAD; of more requests than there are seats, so many mean ones decode."""
     all_requests, all_context, longest, prefill_s, tpot_s, prompts, computed, responses = sums
     engine = state.engine[0]
@@ -69,24 +80,25 @@ def shown(state: State, sums: Sums) -> tuple[float, float, float, float, float]:
         context = num * (all_context / all_requests + 1.0)
         pace = engine.pace * engine.region_pace[DECODE_REGION]
         step_s = pace * step_seconds(state.costs, num, num, num, context, 0, 0.0, 0.0, longest + 1.0)
-    efficient_s = np.inf
+    efficient_s = overhead_s = np.inf
     if tpot_s < np.inf and all_requests >= MIN_REQUESTS and responses > all_requests:
         room = float(engine.num_blocks * engine.block_size)
-        efficient_s = engine.pace * _efficient_step_s(
+        efficient_s, overhead_s = _efficient_step_s(
             state.costs, engine.max_num_seqs, engine.max_num_batched_tokens, room,
             computed / responses, (prompts + responses / 2) / all_requests,
         )  # fmt: skip
+        efficient_s, overhead_s = engine.pace * efficient_s, engine.pace * overhead_s
     pace = engine.pace * engine.region_pace[PREFILL_REGION]
     chunk = float(engine.max_num_batched_tokens)
     token_s = ordered_requests.unit_costs_s(state)[0] + ordered_requests.prefill_s(state, chunk, 0) / chunk
-    return step_s, pace * prefill_s, tpot_s, efficient_s, pace * token_s
+    return step_s, pace * prefill_s, tpot_s, efficient_s, overhead_s, pace * token_s
 
 
 @kernel
 def _efficient_step_s(
     costs: Costs, max_num_seqs: int, max_num_tokens: int, room: float, prompt_share: float, context: float
-) -> float:
-    """Return the time of the shortest step that is efficient; a decode comes with `prompt_share` tokens of prompts."""
+) -> tuple[float, float]:
+    """Return the time of the shortest efficient step, and its overhead; a decode comes with `prompt_share` tokens."""
     most = int(max(1.0, min(float(max_num_seqs), max_num_tokens / (1.0 + prompt_share), room / max(1.0, context))))
     num, best = most, most
     least_s = _seconds_with(costs, most, prompt_share, context) / most
@@ -98,11 +110,13 @@ def _efficient_step_s(
     few, enough = 0, best
     while enough - few > 1:
         middle = (few + enough) // 2
-        if _seconds_with(costs, middle, prompt_share, context) <= EFFICIENT * least_s * middle:
+        allowed = 1.0 + max(EFFICIENT, POOLING / np.sqrt(float(middle)))
+        if _seconds_with(costs, middle, prompt_share, context) <= allowed * least_s * middle:
             enough = middle
         else:
             few = middle
-    return _seconds_with(costs, enough, prompt_share, context)
+    step_s = _seconds_with(costs, enough, prompt_share, context)
+    return step_s, step_s - enough * least_s
 
 
 @small_kernel

@@ -110,8 +110,16 @@ REPORTED = (
     _reported(
         "efficient_step_s",
         "s",
-        "step time from which on requests like those there cost at most 3 % more than with any longer steps; infinite "
-        "where none has a TPOT target, or fewer than 16 requests are there",
+        "step time from which on requests like those there cost at most 3 %, or 60 % over the square root of the "
+        "number of decodes in it, more than with any longer steps; infinite where none has a TPOT target, or fewer "
+        "than 16 requests are there",
+        math.inf,
+    ),
+    _reported(
+        "step_overhead_s",
+        "s",
+        "of each step for weights and constants, which longer steps share among more requests; infinite where "
+        "`efficient_step_s` is",
         math.inf,
     ),
     _reported("prefill_token_s", "s", "predicted to compute a prompt token of a full chunk", 0.0),
@@ -200,8 +208,6 @@ OTHERS = (
 
 STRICTEST_S, LOOSEST_S = 1e-3, 10.0  # TPOT targets beyond these are all the same
 SAME_TIER = 1.05  # targets within this ratio are of the same tier
-# of `efficient_step_s`: what a step takes for weights and constants, so that longer ones cost at most 3 % less
-OVERHEAD_SHARE = 0.03 / 1.03
 
 
 def _bounded(target_s: Column) -> Column:
@@ -239,16 +245,16 @@ def _tier_cost_s(of: Columns) -> Column:
     A step with a constant c and a length of L costs its requests L / (L - c) times what they would cost without it. A
     decode costs what it does on the instance where most share a step.
     """
-    ratio, efficient_s = of["tier_ratio"], of["efficient_step_s"]
-    stricter, known = ratio < 1.0 / SAME_TIER, efficient_s < math.inf
+    ratio, overhead_s = of["tier_ratio"], of["step_overhead_s"]
+    stricter, known = ratio < 1.0 / SAME_TIER, overhead_s < math.inf
     if not stricter.any():
         return np.zeros(len(ratio))
     if not known.any():
         return np.where(stricter, math.inf, 0.0)
-    overhead_s = OVERHEAD_SHARE * float(efficient_s[known].mean())
+    mean_s = float(overhead_s[known].mean())
     target_s = _bounded(of["tpot_slo_s"])
     bound_s = np.minimum(ratio, 1.0) * target_s
-    extra = 1.0 / (1.0 - np.minimum(0.9, overhead_s / bound_s)) - 1.0 / (1.0 - np.minimum(0.9, overhead_s / target_s))
+    extra = 1.0 / (1.0 - np.minimum(0.9, mean_s / bound_s)) - 1.0 / (1.0 - np.minimum(0.9, mean_s / target_s))
     decode_s = float(np.fmin.reduce(of["decode_step_s"] / np.maximum(1.0, of["batch_size"])))
     own_s = of["new_prefill_tokens"] * of["prefill_token_s"] + of["tag_tokens"] * decode_s
     return np.where(stricter, own_s * extra, 0.0)
@@ -347,11 +353,11 @@ DERIVED = (
         "tier_cost_s",
         "s",
         "that serving this request costs more in steps as short as a stricter tier's than in steps of its own TPOT "
-        "target, by the mean of `efficient_step_s`; 0 where the tier is not stricter, infinite where that is unknown",
+        "target, by the mean of `step_overhead_s`; 0 where the tier is not stricter, infinite where that is unknown",
         (
             "tier_ratio",
             "tpot_slo_s",
-            "efficient_step_s",
+            "step_overhead_s",
             "decode_step_s",
             "batch_size",
             "new_prefill_tokens",

@@ -349,6 +349,7 @@ def reported(rng: random.Random) -> dict[str, float]:
         "queued_prefill_s": rng.uniform(0.0, 0.3),
         "least_tpot_slo_s": 0.1,
         "efficient_step_s": rng.uniform(0.09, 0.11),
+        "step_overhead_s": 0.003,
         "prefill_token_s": 1e-4,
     }
 

@@ -30,7 +30,7 @@ class StubSidecar:
                 queued_prefill_tokens=1234, context_tokens=9876, remaining_tokens=5432, requests_per_minute=180.0,
                 kv_hit_ratio=0.25, pace=1.01, step_s=0.031, num_preemptions_total=3, num_finished_total=999,
                 decode_step_s=0.03, queued_prefill_s=0.2, least_tpot_slo_s=0.1, efficient_step_s=0.15,
-                prefill_token_s=1e-4,
+                step_overhead_s=0.005, prefill_token_s=1e-4,
             ),
             predictions=[predictor_pb2.Prediction(prefix_hit_tokens=0, new_prefill_tokens=100)],
         )  # fmt: skip

@@ -37,19 +37,26 @@ def load_by_hand(state: State, config: EngineConfig) -> dict[str, float]:
             prefill_s += AFFINE.prefill_qq_s * left**2 + AFFINE.prefill_qkv_s * left * before
     mean = sum(contexts) / max(1, len(contexts))
     decodes = [(1, mean, 1)] * min(len(slots), seats)
+    efficient_s, overhead_s = math.inf, math.inf
+    if targets:
+        efficient_s, overhead_s = efficient_step(config, len(slots), prompts, computed, responses)
     return {
         "decode_step_s": affine_seconds(decodes) if decodes else 0.0,
         "queued_prefill_s": prefill_s,
         "least_tpot_slo_s": min(targets, default=math.inf),
-        "efficient_step_s": efficient_step_s(config, len(slots), prompts, computed, responses) if targets else math.inf,
+        "efficient_step_s": efficient_s,
+        "step_overhead_s": overhead_s,
         "prefill_token_s": token_s + AFFINE.prefill_token_s + AFFINE.prefill_qq_s * config.max_num_batched_tokens,
     }
 
 
-def efficient_step_s(config: EngineConfig, num: int, prompts: int, computed: int, responses: int) -> float:
-    """Compute the time of the shortest step whose decodes cost at most 3 % more than those of the best one."""
+def efficient_step(config: EngineConfig, num: int, prompts: int, computed: int, responses: int) -> tuple[float, float]:
+    """Compute the time of the shortest step whose decodes cost hardly more than those of the best one, and how much.
+
+    That is 3 %, or 60 % over the square root of their number if that is more.
+    """
     if num < 16 or responses <= num:
-        return math.inf
+        return math.inf, math.inf
     share, context = computed / responses, (prompts + responses / 2) / num
     most = min(
         config.max_num_seqs,
@@ -60,15 +67,16 @@ def efficient_step_s(config: EngineConfig, num: int, prompts: int, computed: int
     while nums[-1] > 1:
         nums.append(int(nums[-1] / 1.5))
     best = min(nums, key=lambda one: mixed_seconds(one, share, context) / one)
-    enough = 1.03 * mixed_seconds(best, share, context) / best
+    least = mixed_seconds(best, share, context) / best
     few = 0
     while best - few > 1:
         middle = (few + best) // 2
-        if mixed_seconds(middle, share, context) / middle <= enough:
+        if mixed_seconds(middle, share, context) / middle <= least * (1 + max(0.03, 0.6 / middle**0.5)):
             best = middle
         else:
             few = middle
-    return mixed_seconds(best, share, context)
+    seconds = mixed_seconds(best, share, context)
+    return seconds, seconds - best * least
 
 
 def mixed_seconds(num: int, share: float, context: float) -> float:

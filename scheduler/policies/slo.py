@@ -7,6 +7,7 @@ An instance is of the tier that the list of instances gives, or else as strict a
 attain its deadlines there. A request goes first to an instance that is as strict as itself, then to an empty one, then
 to the nearest stricter one. It goes to a looser one, which it makes strict for all requests there, only where all are
 looser. Of equals the least loaded one is chosen. There are no tiers where `tiers_matter` is 0, nor without `affinity`.
+Tiers of the list of instances grow and shrink: there the busiest one is chosen, and an empty one after stricter ones.
 
 Where a prefix of the prompt is cached, `hits` times the prefill that this saves is taken from the load. A stricter
 instance is as good as one of the own tier if the prefix saves more than its shorter steps cost (`tier_cost_s`).
@@ -26,7 +27,7 @@ from scheduler.candidates import Candidates
 from scheduler.indicators import SAME_TIER, Column
 from scheduler.policies.entry import Score
 
-EMPTY, STRICTER, LOOSER = 1.0, 2.0, 10.0  # distances; that of the same tier is 0
+EMPTY, STRICTER, EMPTY_OF_POOL, LOOSER = 1.0, 2.0, 9.0, 10.0  # distances; that of the same tier is 0
 
 
 def make(parameters: Mapping[str, float], _: np.random.Generator) -> Score:
@@ -36,15 +37,17 @@ def make(parameters: Mapping[str, float], _: np.random.Generator) -> Score:
     def score(candidates: Candidates) -> Column:
         apart, saved_s = np.log(candidates["tier_ratio"]), candidates["cached_prefill_s"]
         other = np.where(apart > 0, LOOSER + apart, STRICTER - apart)
-        distance = np.where(np.abs(apart) <= np.log(SAME_TIER), 0.0, np.where(apart == np.inf, EMPTY, other))
+        shrinks = (candidates["tier_tpot_s"] < np.inf).any() & (candidates["tpot_slo_s"] < np.inf)
+        other = np.where(apart == np.inf, np.where(shrinks, EMPTY_OF_POOL, EMPTY), other)
+        distance = np.where(np.abs(apart) <= np.log(SAME_TIER), 0.0, other)
         if hits > 0 and saved_s.any():
             distance = np.where(_saves_more_than_its_tier_costs(candidates, distance), 0.0, distance)
         alike = (candidates["tiers_matter"] == 0) | (affinity <= 0)
         distance = np.where(alike, 0.0, distance) + LOOSER * candidates["tier_closed"]
         load = candidates["decode_step_s"] + weight * candidates["queued_prefill_s"]
         late = candidates.request.late
-        load = np.where(alike | (distance > EMPTY), -load, load) if late else load - hits * saved_s
-        return affinity * distance + load
+        busiest_first = alike | (distance > EMPTY) if late else shrinks
+        return affinity * distance + np.where(busiest_first, -load, load) - (0.0 if late else hits * saved_s)
 
     return score
 

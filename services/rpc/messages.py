@@ -49,7 +49,7 @@ INDICATOR_FIELDS = {
 WHOLE_INDICATORS = frozenset(
     name for name, field in INDICATOR_FIELDS.items() if field.type in (field.TYPE_UINT32, field.TYPE_UINT64)
 )
-MAY_BE_INFINITE = frozenset({"drained_s", "least_tpot_slo_s", "efficient_step_s"})
+MAY_BE_INFINITE = frozenset({"drained_s", "least_tpot_slo_s", "efficient_step_s", "step_overhead_s"})
 
 
 # Requests.

@@ -239,6 +239,7 @@ class Sidecar:
             "queued_prefill_s": 0.002 * self.num_held,
             "least_tpot_slo_s": 0.05 if self.num_held else math.inf,
             "efficient_step_s": 0.04 if self.num_held > 1 else math.inf,
+            "step_overhead_s": 0.0012 if self.num_held > 1 else math.inf,
             "prefill_token_s": 1e-4,
         }
 

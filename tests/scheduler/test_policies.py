@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 import scheduler.policies
-from predictor.load import EFFICIENT
 from scheduler.candidates import Candidates, RequestIndicators
 from scheduler.indicators import IndicatorSource, require_indicator, roots_of
 from scheduler.instance_table import InstanceTable
@@ -118,8 +117,8 @@ TABLES: dict[str, list[tuple[str, Columns, str]]] = {
     "slo": [
         ("", TIERS, "adbc"),
         ("affinity = 0", TIERS, "dbca"),
-        ("", GIVEN, "dcab"),
-        ("", PENDING, "bacd"),
+        ("", GIVEN, "cdab"),
+        ("", PENDING, "abcd"),
         ("", {**TIERS, "least_tpot_slo_s": [0.1] * 4, "num_running": [1] * 4}, "dbca"),
         (
             "lambda = 0",
@@ -405,7 +404,12 @@ def test_one_instance_is_chosen_whatever_is_known_of_it(name: str) -> None:
 def test_what_nobody_knows_never_wins(name: str) -> None:
     """Whatever indicator of an instance is missing, those that are known well come first."""
     needs = [root.name for root in _roots(name) if root.source not in (IndicatorSource.REQUEST, IndicatorSource.LISTED)]
-    assumed = ("prompt_tokens", "prefix_hit_tokens", "efficient_step_s")  # the last one as it is on other instances
+    assumed = (
+        "prompt_tokens",
+        "prefix_hit_tokens",
+        "efficient_step_s",
+        "step_overhead_s",
+    )  # the last two as on other instances
     reported = {need: [None, 5.0, 5.0] for need in needs if need not in assumed}
     at_risk = [need for need in reported if require_indicator(need).otherwise != 0.0]  # no promise known is no promise
     assert at_risk
@@ -662,6 +666,25 @@ def test_late_requests_go_where_no_deadline_is_left_and_else_to_the_busiest_of_t
     assert order(late=0, text="slo: affinity = 0") == "abcd"
 
 
+def test_slo_fills_the_instances_of_listed_tiers() -> None:
+    """So that others become empty, and leave; an empty one of the pool comes after those of a stricter tier."""
+    columns: Columns = {
+        "num_running": [1, 1, 0, 1],
+        "num_waiting": [0, 0, 0, 0],
+        "least_tpot_slo_s": [0.1, 0.1, math.inf, 0.05],
+        "decode_step_s": [0.01, 0.02, 0.0, 0.03],
+        "queued_prefill_s": [0.0, 0.0, 0.0, 0.0],
+    }
+
+    def order(**listed: list[float]) -> str:
+        request = RequestIndicators(prompt_tokens=100, due_s=9.0, tpot_slo_s=0.1)
+        candidates, policy = fleet(request=request, **columns, **listed), policy_from("slo")
+        return "".join(np.array(list("abcd"))[policy.order(candidates, policy.scores(candidates))])
+
+    assert order() == "abcd"
+    assert order(tier_tpot_s=[0.1, 0.1, math.inf, 0.05]) == "badc"
+
+
 def two_loaded(**columns: list[float]) -> Candidates:
     """Return two instances that keep all deadlines of a strict request, but for what is given."""
     ready: Columns = {
@@ -733,6 +756,7 @@ def prefix_columns(
         "queued_prefill_s": [0.0, 0.0],
         "least_tpot_slo_s": tiers,
         "efficient_step_s": [0.103, 0.097],
+        "step_overhead_s": [0.003, 0.0028],
         "prefill_token_s": [1e-4, 1e-4],
         "prefix_hit_tokens": hit_tokens,
         **more,
@@ -745,10 +769,10 @@ def prefix_columns(
         ("slo", prefix_columns([0, 2500]), "b"),  # saves 0.25 s, and costs 0.25 s; see the next test
         ("slo", prefix_columns([0, 2400]), "a"),
         ("slo", prefix_columns([300, 2600]), "a"),  # the own tier has 0.03 s of it
-        ("slo", prefix_columns([0, 2500], efficient_step_s=[0.2, 0.2]), "a"),  # a step has twice the overhead
-        ("slo", prefix_columns([0, 9999], efficient_step_s=[math.inf, math.inf]), "a"),  # overhead unknown
+        ("slo", prefix_columns([0, 2500], step_overhead_s=[0.006, 0.006]), "a"),  # twice as long
+        ("slo", prefix_columns([0, 9999], step_overhead_s=[math.inf, math.inf]), "a"),  # unknown
         # a looser tier would become stricter for all there
-        ("slo", prefix_columns([0, 9999], tiers=(0.1, 0.5), efficient_step_s=[0.2, 0.2]), "a"),
+        ("slo", prefix_columns([0, 9999], tiers=(0.1, 0.5), efficient_step_s=[0.6, 0.6]), "a"),
         ("slo: hits = 0", prefix_columns([0, 9999]), "a"),
         ("slo", prefix_columns([0, 9999], prefill_token_s=[0.0, 0.0]), "a"),  # sidecars that do not report it
         ("slo", prefix_columns([0, 100], tiers=(0.1, 0.1), queued_prefill_s=[0.0, 0.029]), "b"),  # less than 3 x 0.01 s
@@ -765,18 +789,23 @@ def test_slo_weighs_a_cached_prefix_against_load_and_a_stricter_tier(
 
 
 ALIKE = {name: [one] * 3 for name, one in (("num_running", 1), ("decode_step_s", 0.01), ("prefill_token_s", 1e-4))}
-ALIKE |= {"num_waiting": [0] * 3, "efficient_step_s": [0.1] * 3, "queued_prefill_s": [0.0] * 3}
+ALIKE |= {
+    "num_waiting": [0] * 3,
+    "efficient_step_s": [0.1] * 3,
+    "step_overhead_s": [0.0029] * 3,
+    "queued_prefill_s": [0.0] * 3,
+}
 
 
 def test_what_a_stricter_tier_costs() -> None:
     """A step of L that takes c for weights and constants costs L / (L - c) times as much as one without them."""
     candidates = fleet(request=PREFIX, **prefix_columns([0, 2500, 0], tiers=(0.1, 0.02, 0.5), **ALIKE))
-    overhead_s = 0.1 * (1 - 1 / EFFICIENT)
+    overhead_s = 0.0029
     own_s = 7500 * 1e-4 + 100 * 0.01
     extra = 0.02 / (0.02 - overhead_s) - 0.1 / (0.1 - overhead_s)
     assert candidates["tier_cost_s"] == pytest.approx([0.0, own_s * extra, 0.0])
     assert candidates["cached_prefill_s"] == pytest.approx([0.0, 0.25, 0.0])
-    assert own_s * extra == pytest.approx(0.2456, abs=1e-3)
+    assert own_s * extra == pytest.approx(0.2445, abs=1e-3)
 
 
 @pytest.mark.parametrize(("text", "admitted"), [("slo", [False, True]), ("slo: hits = 0", [False, False])])
