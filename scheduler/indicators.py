@@ -110,16 +110,16 @@ REPORTED = (
     _reported(
         "efficient_step_s",
         "s",
-        "step time from which on requests like those there cost at most 3 %, or 60 % over the square root of the "
-        "number of decodes in it, more than with any longer steps; infinite where none has a TPOT target, or fewer "
-        "than 16 requests are there",
+        "step time from which on requests like those there cost at most 3 %, or 45 % over the square root of the "
+        "number of requests in it (of requests that differ, of equal ones that vary as much), more than with any "
+        "longer steps; infinite where none has a TPOT target, or fewer than 16 requests are there",
         math.inf,
     ),
     _reported(
         "step_overhead_s",
         "s",
-        "of each step for weights and constants, which longer steps share among more requests; infinite where "
-        "`efficient_step_s` is",
+        "that a step of `efficient_step_s` takes longer than its requests would in the best step, as few share "
+        "weights and constants; infinite where `efficient_step_s` is",
         math.inf,
     ),
     _reported("prefill_token_s", "s", "predicted to compute a prompt token of a full chunk", 0.0),
@@ -236,13 +236,13 @@ def _tiers_matter(of: Columns) -> Column:
     if not known.any():
         return np.ones(len(efficient_s))
     shortest_s = np.fmin(of["tpot_slo_s"], np.fmin.reduce(least_s, initial=math.inf))
-    return np.where(of["tier_tpot_s"] < math.inf, 1.0, efficient_s[known].mean() > shortest_s)
+    return np.where((of["tier_tpot_s"] < math.inf).any(), 1.0, efficient_s[known].mean() > shortest_s)
 
 
 def _tier_cost_s(of: Columns) -> Column:
     """Compare the request's cost in steps as short as the tier's with that in steps as long as its own target.
 
-    A step with a constant c and a length of L costs its requests L / (L - c) times what they would cost without it. A
+    A step with an overhead of c and a length of L costs its requests L / (L - c) times what the best step does. A
     decode costs what it does on the instance where most share a step.
     """
     ratio, overhead_s = of["tier_ratio"], of["step_overhead_s"]

@@ -94,7 +94,7 @@ class TooManyMissedError(Exception):
 def run_trial(trial: GoodputTrial) -> dict[str, Any]:
     """Run a trial; one that certainly fails is stopped, and has only shares that cannot be exceeded any more.
 
-    With tiers, `num_serving` is how many instances are in tiers, or leave one, while the requests arrive that count.
+    With tiers, `num_serving` is how many instances are in tiers, or leave one, while the counted requests arrive.
     """
     scenario = trial.scenario
     work, counts = requests_of(trial)

@@ -8,14 +8,16 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
+import numpy.typing as npt
 
 from predictor.request import REAL_TIME, RequestFacts, Slo
 from simulator.mix import MixEntry
 
 MAX_REQUESTS = 1_000_000
+ROUNDING = 1e-6  # tokens
 MAX_TOKENS = 1_000_000
 LENGTH_FORMS = (
-    "128, uniform:16:512, lognormal:MEDIAN:SPREAD, exponential:MEAN or quantiles:SHARE:TOKENS:SHARE:TOKENS..."
+    "128, uniform:16:512, lognormal:MEDIAN:SPREAD, exponential:MEAN or quantiles:SHARE:TOKENS, any number of pairs"
 )
 ARRIVALS = ("poisson", "gamma", "uniform", "trace")
 
@@ -143,8 +145,8 @@ def arrival_times(num: int, timing: Timing, generator: Generator) -> list[float]
 def lengths_of(text: str, field: str, *, continuous: bool = False) -> Draw:
     """Parse a number of tokens or a distribution; `LENGTH_FORMS` names them.
 
-    Draws are cut to whole numbers later, unless they are `continuous`. Between quantiles, of which each has its share
-    first, the logarithm of the length grows evenly; all lengths lie between 1 and the last quantile.
+    Draws are cut to whole numbers later, unless they are `continuous`. So large a share of the draws is at most the
+    number of tokens after it; between quantiles, the logarithm grows evenly. None is above the last one.
     """
     name, *words = text.split(":")
     try:
@@ -161,11 +163,19 @@ def lengths_of(text: str, field: str, *, continuous: bool = False) -> Draw:
         case "exponential", [mean] if mean >= 1:
             return lambda generator, num: generator.exponential(mean, num).tolist()
         case "quantiles", [*pairs] if _are_quantiles(pairs[::2], pairs[1::2]):
-            shares, logs = [0.0, *pairs[::2]], np.log([1.0, *pairs[1::2]])
-            return lambda generator, num: np.exp(np.interp(generator.random(num), shares, logs)).tolist()
+            return lambda generator, num: _by_quantiles(pairs[::2], pairs[1::2], generator.random(num), continuous)
         case _, [number] if not words and number >= 1:
             return lambda _, num: [number] * num
     raise ValueError(f"{field}: {text!r} is none of {LENGTH_FORMS}")
+
+
+def _by_quantiles(
+    shares: Sequence[float], tokens: Sequence[float], places: npt.NDArray[np.float64], continuous: bool
+) -> list[float]:
+    """Return the lengths at places between 0 and 1; those that become whole numbers are rounded up."""
+    values = np.exp(np.interp(places, [0.0, *shares], np.log([1.0, *tokens])))
+    found: list[float] = (values if continuous else np.ceil(values - ROUNDING)).tolist()
+    return found
 
 
 def _are_quantiles(shares: Sequence[float], tokens: Sequence[float]) -> bool:

@@ -26,6 +26,7 @@ def load_by_hand(state: State, config: EngineConfig) -> dict[str, float]:
     prompts = sum(int(state.requests[slot].prompt_tokens) for slot in slots)
     computed = sum(max(0, int(state.requests[slot].prompt_tokens - state.requests[slot].hit_tokens)) for slot in slots)
     responses = sum(int(state.requests[slot].expected_tokens) for slot in slots)
+    sizes = [int(state.requests[slot].prompt_tokens + state.requests[slot].expected_tokens) for slot in slots]
     for slot in slots:
         request, target = state.requests[slot], float(state.facts[slot].tpot_slo_s)
         tokens, before = int(request.prompt_tokens) + int(request.output_tokens), int(request.computed_tokens)
@@ -39,7 +40,7 @@ def load_by_hand(state: State, config: EngineConfig) -> dict[str, float]:
     decodes = [(1, mean, 1)] * min(len(slots), seats)
     efficient_s, overhead_s = math.inf, math.inf
     if targets:
-        efficient_s, overhead_s = efficient_step(config, len(slots), prompts, computed, responses)
+        efficient_s, overhead_s = efficient_step(config, sizes, prompts, computed, responses)
     return {
         "decode_step_s": affine_seconds(decodes) if decodes else 0.0,
         "queued_prefill_s": prefill_s,
@@ -50,11 +51,14 @@ def load_by_hand(state: State, config: EngineConfig) -> dict[str, float]:
     }
 
 
-def efficient_step(config: EngineConfig, num: int, prompts: int, computed: int, responses: int) -> tuple[float, float]:
-    """Compute the time of the shortest step whose decodes cost hardly more than those of the best one, and how much.
+def efficient_step(
+    config: EngineConfig, sizes: list[int], prompts: int, computed: int, responses: int
+) -> tuple[float, float]:
+    """Compute the time of the shortest step whose decodes cost hardly more than those of the best one; its overhead.
 
-    That is 3 %, or 60 % over the square root of their number if that is more.
+    Hardly is 3 %, or 45 % over the square root of their number if that is more; of requests that differ, of fewer.
     """
+    num = len(sizes)
     if num < 16 or responses <= num:
         return math.inf, math.inf
     share, context = computed / responses, (prompts + responses / 2) / num
@@ -68,15 +72,17 @@ def efficient_step(config: EngineConfig, num: int, prompts: int, computed: int, 
         nums.append(int(nums[-1] / 1.5))
     best = min(nums, key=lambda one: mixed_seconds(one, share, context) / one)
     least = mixed_seconds(best, share, context) / best
-    few = 0
-    while best - few > 1:
-        middle = (few + best) // 2
-        if mixed_seconds(middle, share, context) / middle <= least * (1 + max(0.03, 0.6 / middle**0.5)):
-            best = middle
+    even = sum(sizes) ** 2 / sum(size**2 for size in sizes) / num
+    few, enough = 0, best
+    while enough - few > 1:
+        middle = (few + enough) // 2
+        if mixed_seconds(middle, share, context) / middle <= least * (1 + max(0.03, 0.45 / (even * middle) ** 0.5)):
+            enough = middle
         else:
             few = middle
-    seconds = mixed_seconds(best, share, context)
-    return seconds, seconds - best * least
+    fewer = min(enough, best // 2) or 1
+    overhead_s = mixed_seconds(fewer, share, context) - fewer * least
+    return mixed_seconds(enough, share, context), max(0.0, overhead_s)
 
 
 def mixed_seconds(num: int, share: float, context: float) -> float:

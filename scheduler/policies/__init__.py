@@ -207,7 +207,8 @@ POLICIES = {
     ),
     "slo": PolicyEntry(
         make=slo.make,
-        formula="affinity * tier distance + decode_step_s + lambda * queued_prefill_s - hits * cached_prefill_s, held "
+        formula="affinity * tier distance + load - hits * cached_prefill_s, load = decode_step_s + lambda * "
+        "queued_prefill_s, the negative load where the list of instances has tiers, held "
         f"until {deadlines.KEEPS}, the tier fits and the queue is short",
         source="ours",
         needs=(

@@ -1,7 +1,7 @@
 """Deadlines by forecast; ours, after PolyServe §4: an instance that keeps its deadlines and those of the request.
 
 Held = while no instance keeps them and has a short queue, of those that are not looser if there are any
-Score = tier distance, then load - hits x seconds of prefill that the prefix cache saves (late requests: -load)
+Score = tier distance, then load - hits x seconds of prefill that the prefix cache saves (-load: see below)
 
 An instance is of the tier that the list of instances gives, or else as strict as the strictest request that can still
 attain its deadlines there. A request goes first to an instance that is as strict as itself, then to an empty one, then
@@ -31,13 +31,13 @@ EMPTY, STRICTER, EMPTY_OF_POOL, LOOSER = 1.0, 2.0, 9.0, 10.0  # distances; that 
 
 
 def make(parameters: Mapping[str, float], _: np.random.Generator) -> Score:
-    """Score = affinity x tier distance + duration of a decode step + λ x queued prefill - hits x cached prefill."""
+    """Score = affinity x tier distance +- (duration of a decode step + λ x queued prefill) - hits x cached prefill."""
     affinity, weight, hits = parameters["affinity"], parameters["lambda"], parameters["hits"]
 
     def score(candidates: Candidates) -> Column:
         apart, saved_s = np.log(candidates["tier_ratio"]), candidates["cached_prefill_s"]
         other = np.where(apart > 0, LOOSER + apart, STRICTER - apart)
-        shrinks = (candidates["tier_tpot_s"] < np.inf).any() & (candidates["tpot_slo_s"] < np.inf)
+        shrinks = (candidates["tier_tpot_s"] < np.inf).any() & (candidates["tpot_slo_s"] < np.inf) & (affinity > 0)
         other = np.where(apart == np.inf, np.where(shrinks, EMPTY_OF_POOL, EMPTY), other)
         distance = np.where(np.abs(apart) <= np.log(SAME_TIER), 0.0, other)
         if hits > 0 and saved_s.any():

@@ -1,7 +1,8 @@
-"""Compares what serving by deadlines costs: fixed clusters of the smallest size, and instances that join tiers.
+"""Compares what serving by deadlines costs: fixed clusters as small as they may be, and instances that join tiers.
 
-A fixed cluster is as small as attains the share at a rate; all its instances cost all the time. Of instances that move
-between tiers, those of the best-effort pool cost nothing (PolyServe §5.4), and there are as many as the scenario has.
+A fixed cluster attains the share at a rate, where one instance less does not; all its instances cost all the time. Of
+instances that move between tiers, those of the best-effort pool cost nothing (PolyServe §5.4), and there are as many as
+the scenario has.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from scheduler.provisioning.tiers import require_room
 from simulator.goodput import GoodputTrial, run_trial
 from simulator.parallel import Runner
 from simulator.sizing import sized
@@ -26,19 +28,40 @@ COST, NUM_INSTANCES = "instance_s_per_request", "num_instances"
 METRICS = (COST, NUM_INSTANCES, "attained", "attained_tokens")
 STEP = 1.25  # of sizes, as long as only one side of the smallest one is known
 TRIALS = 6  # of a search, for a progress bar
+UNUSED = ("plots", "work", "bound", "claims", "turn", "gain_name", "tuning_requests")
 
 Costs = Mapping[str, Mapping[tuple[str, str, float], Sequence[float]]]  # by metric; by setting, variant and rate
 
 
+def require_comparable(
+    table: Mapping[str, Any], settings: Sequence[ExperimentSetting], variants: Sequence[Variant]
+) -> None:
+    """Refuse what experiments of kind cost have no use for, naming the field."""
+    for name in UNUSED:
+        if name in table:
+            raise ValueError(f"{name}: experiments of kind cost have none")
+    for variant in variants:
+        if variant.splits or variant.split_of:
+            raise ValueError(f"policies.splits: experiments of kind cost have none, but {variant.name!r} does")
+    for setting in settings:
+        if setting.saturated_rate is not None:
+            raise ValueError("saturated_rate: experiments of kind cost have none")
+        for variant in variants:
+            scenario = setting.scenario.changed(**variant.changes)
+            sized(scenario, 1)
+            require_room(variant.tiers, scenario.instances[0].count)
+
+
 def compare(experiment: Experiment, runner: Runner, on_progress: Callable[[int, int], None]) -> Costs:
     """Measure all variants in all settings at all rates; each round has a trial of every search that goes on."""
-    searches = {
-        (setting.name, variant.name, rate, seed): _search(experiment, setting, variant, rate, seed)
+    optima_s = {
+        (setting.name, rate): [
+            _optimum_s(setting, rate, experiment.first_seed + seed) for seed in range(experiment.seeds)
+        ]
         for setting in experiment.settings
-        for variant, _ in experiment.cases(setting)
         for rate in setting.rates
-        for seed in range(experiment.seeds)
     }
+    searches = _searches(experiment, optima_s)
     estimate = sum(1 if one.trial.tiers else TRIALS for one in searches.values())
     num_done = 0
     while going_on := [search for search in searches.values() if not search.has_ended]:
@@ -55,13 +78,33 @@ def compare(experiment: Experiment, runner: Runner, on_progress: Callable[[int, 
     for values in found.values():
         for case in [case for case, of_seeds in values.items() if len(of_seeds) < experiment.seeds]:
             del values[case]  # with some seed, no size attains the share
-    for setting in experiment.settings:
-        for rate in setting.rates:
-            seeds = range(experiment.first_seed, experiment.first_seed + experiment.seeds)
-            each = [_optimum_s(setting, rate, seed) for seed in seeds]
-            found[COST][setting.name, OPTIMUM, rate] = each
-            found[NUM_INSTANCES][setting.name, OPTIMUM, rate] = [rate * one for one in each]
+    for (setting_name, rate), each_s in optima_s.items():
+        if all(map(math.isfinite, each_s)):
+            found[COST][setting_name, OPTIMUM, rate] = each_s
+            found[NUM_INSTANCES][setting_name, OPTIMUM, rate] = [rate * one for one in each_s]
     return found
+
+
+def _searches(
+    experiment: Experiment, optima_s: Mapping[tuple[str, float], Sequence[float]]
+) -> dict[tuple[str, str, float, int], _SizeSearch]:
+    """Begin the search of each setting, variant, rate and seed with as many instances as the optimum has."""
+    searches = {}
+    for setting in experiment.settings:
+        for variant, scenario in experiment.cases(setting):
+            for rate in setting.rates:
+                for seed, optimum_s in enumerate(optima_s[setting.name, rate]):
+                    trial = GoodputTrial(
+                        scenario=scenario,
+                        policy=variant.policy,
+                        rate=rate,
+                        seed=seed,
+                        share=experiment.attained,
+                        warm_up_s=setting.warm_up_s,
+                        tiers=variant.tiers,
+                    )
+                    searches[setting.name, variant.name, rate, seed] = _search(trial, rate * optimum_s)
+    return searches
 
 
 def _optimum_s(setting: ExperimentSetting, rate: float, seed: int) -> float:
@@ -69,27 +112,19 @@ def _optimum_s(setting: ExperimentSetting, rate: float, seed: int) -> float:
     return slo_bound(scenario.instance_specs(), scenario.workload(rate, seed)).optimum_s[TIERS]
 
 
-def _search(
-    experiment: Experiment, setting: ExperimentSetting, variant: Variant, rate: float, seed: int
-) -> _SizeSearch:
-    scenario = setting.scenario.changed(**variant.changes)
-    most = scenario.instances[0].count
-    first = math.ceil(rate * _optimum_s(setting, rate, seed))
-    trial = GoodputTrial(
-        scenario=scenario,
-        policy=variant.policy,
-        rate=rate,
-        seed=seed,
-        share=experiment.attained,
-        warm_up_s=setting.warm_up_s,
-        tiers=variant.tiers,
-    )
-    return _SizeSearch(trial=trial, most=most, next_size=most if variant.tiers else max(1, min(most, first)))
+def _search(trial: GoodputTrial, first: float) -> _SizeSearch:
+    """Begin with a number of instances, or with all of them where they move between tiers."""
+    most = trial.scenario.instances[0].count
+    size = most if trial.tiers else max(1, math.ceil(min(most, first)))
+    return _SizeSearch(trial=trial, most=most, next_size=size)
 
 
 @dataclass(slots=True, kw_only=True)
 class _SizeSearch:
-    """The search for the smallest fixed cluster that attains the share, or one trial of a cluster with tiers."""
+    """The search for a fixed cluster that attains the share while one instance less does not, or one trial with tiers.
+
+    It takes for granted that more instances attain more, which need not be so with a single seed.
+    """
 
     trial: GoodputTrial
     most: int
@@ -106,7 +141,7 @@ class _SizeSearch:
         return self.low == self.most or (self.high is not None and self.high - self.low == 1)
 
     def next_trial(self) -> GoodputTrial:
-        """Return the trial of the size that shows most."""
+        """Return the trial of the next size."""
         return replace(self.trial, scenario=sized(self.trial.scenario, self.next_size))
 
     def learn(self, shown: dict[str, Any]) -> None:

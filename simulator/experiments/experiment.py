@@ -19,7 +19,7 @@ from predictor.suggestions import did_you_mean
 from scheduler.policy import policy_from
 from scheduler.provisioning.tiers import Tiers, tiers_from
 from simulator.capacity import LatencyObjective
-from simulator.experiments import autoscaling_shapes
+from simulator.experiments import autoscaling_shapes, cost_comparison
 from simulator.experiments.claims import Claim, Turn, claim_from, turn_from
 from simulator.scenario import Scenario, scenario_from
 
@@ -105,8 +105,8 @@ class Variant:
     """A policy with its changes to the scenario, or these alone; one curve or row of a report.
 
     `splits` are the shares of the instances that may have the role prefill, of which an experiment of kind goodput
-    chooses the best; `split_of` names the variant whose choice is taken over. Between `tiers` instances move in an
-    experiment of kind cost.
+    chooses the best; `split_of` names the variant whose choice is taken over. In an experiment of kind cost, instances
+    move between `tiers`.
     """
 
     name: str
@@ -256,6 +256,8 @@ def _experiment(name: str, table: Mapping[str, Any]) -> Experiment:
         raise ValueError(f"baseline: {baseline!r} is none of the variants")
     settings = _settings(base, table)
     _require_rates(kind, settings)
+    if kind == COST:
+        cost_comparison.require_comparable(table, settings, variants)
     require_count("seeds", table.get("seeds", 5))
     require_count("first_seed", table.get("first_seed", 0), at_least=0)
     require_count("tuning_requests", table.get("tuning_requests", 0), at_least=0)

@@ -676,13 +676,18 @@ def test_slo_fills_the_instances_of_listed_tiers() -> None:
         "queued_prefill_s": [0.0, 0.0, 0.0, 0.0],
     }
 
-    def order(**listed: list[float]) -> str:
+    def order(text: str = "slo", **more: list[float]) -> str:
         request = RequestIndicators(prompt_tokens=100, due_s=9.0, tpot_slo_s=0.1)
-        candidates, policy = fleet(request=request, **columns, **listed), policy_from("slo")
+        candidates, policy = fleet(request=request, **columns, **more), policy_from(text)
         return "".join(np.array(list("abcd"))[policy.order(candidates, policy.scores(candidates))])
 
+    listed = {"tier_tpot_s": [0.1, 0.1, math.inf, 0.05]}
     assert order() == "abcd"
-    assert order(tier_tpot_s=[0.1, 0.1, math.inf, 0.05]) == "badc"
+    assert order(**listed) == "badc"
+    assert (
+        order(**listed, efficient_step_s=[0.04, 0.04, math.inf, 0.04]) == "badc"
+    )  # tiers matter where they are listed
+    assert order("slo: affinity = 0", **listed) == "cabd"
 
 
 def two_loaded(**columns: list[float]) -> Candidates:

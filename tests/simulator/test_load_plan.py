@@ -70,11 +70,14 @@ def test_lengths_are_token_counts(text: str, seed: int) -> None:
 
 def test_lengths_by_quantiles() -> None:
     """Each share of the lengths is at most its quantile; all are at most the last."""
-    draw = lengths_of("quantiles:0.25:12:0.5:28:0.75:82:0.99:750", "prompt_tokens", continuous=True)
-    drawn = np.array(draw(np.random.default_rng(0), 100_000))
-    for share, tokens in ((0.25, 12), (0.5, 28), (0.75, 82), (0.99, 750)):
-        assert (drawn <= tokens).mean() == pytest.approx(1.0 if tokens == 750 else share, abs=0.005)
-    assert drawn.min() >= 1
+    text = "quantiles:0.25:12:0.5:28:0.75:82:0.99:750"
+    whole = np.array([one.prompt_tokens for one in synthetic(100_000, text, "1", np.random.default_rng(0))])
+    drawn = np.array(lengths_of(text, "prompt_tokens", continuous=True)(np.random.default_rng(0), 100_000))
+    for lengths in (whole, drawn):
+        for share, tokens in ((0.25, 12), (0.5, 28), (0.75, 82), (0.99, 749.99)):
+            assert (lengths <= tokens).mean() == pytest.approx(share, abs=0.005)
+        assert lengths.min() >= 1
+        assert lengths.max() == pytest.approx(750)
     assert np.quantile(drawn, 0.375) == pytest.approx((12 * 28) ** 0.5, rel=0.03)
 
 

@@ -886,8 +886,9 @@ class Indicators(_message.Message):
     """on off-loading tiers of the KV cache, known from the engine's KV events"""
     efficient_step_s: _builtins.float
     """The shortest step that is efficient, by the profile: longer ones cost requests like those there at most 3 % less, or
-    60 % over the square root of the number of decodes in it, if that is more: so much more of few requests need to be
-    served at once at some times. Infinite where none of them has a TPOT target, or there are fewer than 16.
+    45 % over the square root of the number of requests in it, if that is more, since few requests vary more; where they
+    differ, it is the number of equal ones that vary as much. Infinite where none of them has a TPOT target, or there are
+    fewer than 16.
     """
     prefill_token_s: _builtins.float
     """to compute a prompt token of a full chunk, by the profile; a cached one saves it"""
