@@ -886,14 +886,14 @@ class Indicators(_message.Message):
     """on off-loading tiers of the KV cache, known from the engine's KV events"""
     efficient_step_s: _builtins.float
     """The shortest step that is efficient, by the profile: longer ones cost requests like those there at most 3 % less, or
-    45 % over the square root of the number of requests in it, if that is more, since few requests vary more; where they
-    differ, it is the number of equal ones that vary as much. Infinite where none of them has a TPOT target, or there are
-    fewer than 16.
+    45 % over the square root of the number of requests in it, if that is more, since few requests vary more; of requests
+    that differ, the number is that of equal ones that vary as much. Infinite where none of them has a TPOT target, or
+    there are fewer than 16.
     """
     prefill_token_s: _builtins.float
     """to compute a prompt token of a full chunk, by the profile; a cached one saves it"""
     step_overhead_s: _builtins.float
-    """What each step takes for weights and constants, by efficient_step_s; infinite where that is."""
+    """How much longer such a step takes than its requests would in the best step; infinite where efficient_step_s is."""
     max_loras: _builtins.int
     """in GPU memory at most; absent: the engine serves none, as far as is known"""
     num_adapters: _builtins.int
