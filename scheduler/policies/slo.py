@@ -8,7 +8,6 @@ attain its deadlines there. A request goes first to an instance that is as stric
 to the nearest stricter one. It goes to a looser one, which it makes strict for all requests there, only where all are
 looser. Of equals the least loaded one is chosen. There are no tiers where `tiers_matter` is 0, nor without `affinity`.
 Tiers of the list of instances grow and shrink: there the busiest one is chosen, and an empty one after stricter ones.
-
 Where a prefix of the prompt is cached, `hits` times the prefill that this saves is taken from the load. A stricter
 instance is as good as one of the own tier if the prefix saves more than its shorter steps cost (`tier_cost_s`).
 
@@ -37,23 +36,24 @@ def make(parameters: Mapping[str, float], _: np.random.Generator) -> Score:
     def score(candidates: Candidates) -> Column:
         apart, saved_s = np.log(candidates["tier_ratio"]), candidates["cached_prefill_s"]
         other = np.where(apart > 0, LOOSER + apart, STRICTER - apart)
-        shrinks = (candidates["tier_tpot_s"] < np.inf).any() & (candidates["tpot_slo_s"] < np.inf) & (affinity > 0)
-        other = np.where(apart == np.inf, np.where(shrinks, EMPTY_OF_POOL, EMPTY), other)
+        listed = affinity > 0 and (candidates["tier_tpot_s"] < np.inf).any()
+        shrinks = listed and candidates.request.tpot_slo_s < np.inf
+        other = np.where(apart == np.inf, EMPTY_OF_POOL if shrinks else EMPTY, other)
         distance = np.where(np.abs(apart) <= np.log(SAME_TIER), 0.0, other)
         if hits > 0 and saved_s.any():
             distance = np.where(_saves_more_than_its_tier_costs(candidates, distance), 0.0, distance)
         alike = (candidates["tiers_matter"] == 0) | (affinity <= 0)
         distance = np.where(alike, 0.0, distance) + LOOSER * candidates["tier_closed"]
         load = candidates["decode_step_s"] + weight * candidates["queued_prefill_s"]
-        late = candidates.request.late
-        busiest_first = alike | (distance > EMPTY) if late else shrinks
-        return affinity * distance + np.where(busiest_first, -load, load) - (0.0 if late else hits * saved_s)
+        if candidates.request.late:
+            return affinity * distance + np.where(alike | (distance > EMPTY), -load, load)
+        return affinity * distance + (-load if shrinks else load) - hits * saved_s
 
     return score
 
 
 def _saves_more_than_its_tier_costs(candidates: Candidates, distance: Column) -> npt.NDArray[np.bool_]:
     """Return which stricter instances have a prefix that is worth their tier, and more than those of the own tier."""
-    saved_s = candidates["cached_prefill_s"]
+    saved_s, ratio = candidates["cached_prefill_s"], candidates["tier_ratio"]
     other_s = np.max(saved_s, where=distance <= EMPTY, initial=0.0)
-    return (candidates["tier_ratio"] < 1.0 / SAME_TIER) & (saved_s - candidates["tier_cost_s"] > other_s)
+    return (ratio < 1.0 / SAME_TIER) & (saved_s - candidates["tier_cost_s"] > other_s)
