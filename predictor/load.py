@@ -88,7 +88,7 @@ def shown(state: State, sums: Sums) -> tuple[float, float, float, float, float, 
     efficient_s = overhead_s = np.inf
     if tpot_s < np.inf and all_requests >= MIN_REQUESTS and responses > all_requests:
         room = float(engine.num_blocks * engine.block_size)
-        efficient_s, overhead_s = _efficient_step_s(
+        efficient_s, overhead_s = _efficient_step(
             state.costs, engine.max_num_seqs, engine.max_num_batched_tokens, room,
             computed / responses, (prompts + responses / 2) / all_requests,
             (prompts + responses) ** 2 / (all_requests * squares),
@@ -101,7 +101,7 @@ def shown(state: State, sums: Sums) -> tuple[float, float, float, float, float, 
 
 
 @kernel
-def _efficient_step_s(
+def _efficient_step(
     costs: Costs,
     max_num_seqs: int,
     max_num_tokens: int,

@@ -125,7 +125,7 @@ def simulate_provisioned(  # noqa: PLR0913 - what a run is made of
 
 
 def moved_between_tiers(sim: Simulation, tiers: Tiers) -> SimulatedTiers:
-    """Let all instances of a simulation that has not begun move between tiers; their number does not change."""
+    """Move all instances of a new simulation between tiers while it runs; none is started or removed."""
     num = len(sim.specs)
     options = AutoscalingOptions(first=num, limits=ScalingLimits(max_instances=num), tiers=tiers)
     moved = SimulatedProvisioner(sim, options).tiers

@@ -33,7 +33,7 @@ from simulator.workload import Workload
 Flags = npt.NDArray[np.bool_]
 
 ROUNDING = 1e-9  # of sums of shares
-LEAST_S = 1e-9
+LEAST_S = 1e-9  # in which the counted requests arrive
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,8 +14,8 @@ from predictor.request import REAL_TIME, RequestFacts, Slo
 from simulator.mix import MixEntry
 
 MAX_REQUESTS = 1_000_000
-ROUNDING = 1e-6  # tokens
 MAX_TOKENS = 1_000_000
+ROUNDING = 1e-6  # tokens
 LENGTH_FORMS = (
     "128, uniform:16:512, lognormal:MEDIAN:SPREAD, exponential:MEAN or quantiles:SHARE:TOKENS, any number of pairs"
 )
@@ -145,8 +145,8 @@ def arrival_times(num: int, timing: Timing, generator: Generator) -> list[float]
 def lengths_of(text: str, field: str, *, continuous: bool = False) -> Draw:
     """Parse a number of tokens or a distribution; `LENGTH_FORMS` names them.
 
-    Draws are cut to whole numbers later, unless they are `continuous`. So large a share of the draws is at most the
-    number of tokens after it; between quantiles, the logarithm grows evenly. None is above the last one.
+    Draws are cut to whole numbers later, unless they are `continuous`. Of quantiles, 0.5:28 says that half of the draws
+    are at most 28; between two of them the logarithm grows evenly, and no draw is above the last one.
     """
     name, *words = text.split(":")
     try:

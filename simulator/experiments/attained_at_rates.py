@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from simulator.experiments.experiment import GOODPUT, Experiment
-from simulator.goodput import GoodputTrial, run_trial
+from simulator.experiments.goodput_comparison import trial_of
+from simulator.goodput import run_trial
 from simulator.parallel import Runner
 
 
@@ -36,20 +37,11 @@ def attained_at(
         raise ValueError("must be above 0")
     keys, trials = [], []
     for setting in experiment.settings:
-        for variant, scenario in experiment.cases(setting):
+        for case in experiment.cases(setting):
             for rate in rates:
                 for seed in range(experiment.first_seed, experiment.first_seed + experiment.seeds):
-                    keys.append((setting.name, variant.name, seed, rate))
-                    trials.append(
-                        GoodputTrial(
-                            scenario=scenario,
-                            policy=variant.policy,
-                            rate=rate,
-                            seed=seed,
-                            share=experiment.attained,
-                            warm_up_s=setting.warm_up_s,
-                        )
-                    )
+                    keys.append((setting.name, case[0].name, seed, rate))
+                    trials.append(trial_of(experiment, setting, case, rate, seed))
     found: dict[int, AttainedAtRate] = {}
     for position, shown in runner(run_trial, trials):
         setting_name, name, seed, rate = keys[position]

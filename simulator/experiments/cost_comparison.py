@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from scheduler.provisioning.tiers import require_room
+from simulator.experiments.goodput_comparison import trial_of
 from simulator.goodput import GoodputTrial, run_trial
 from simulator.parallel import Runner
 from simulator.sizing import sized
@@ -91,19 +92,11 @@ def _searches(
     """Begin the search of each setting, variant, rate and seed with as many instances as the optimum has."""
     searches = {}
     for setting in experiment.settings:
-        for variant, scenario in experiment.cases(setting):
+        for case in experiment.cases(setting):
             for rate in setting.rates:
                 for seed, optimum_s in enumerate(optima_s[setting.name, rate]):
-                    trial = GoodputTrial(
-                        scenario=scenario,
-                        policy=variant.policy,
-                        rate=rate,
-                        seed=seed,
-                        share=experiment.attained,
-                        warm_up_s=setting.warm_up_s,
-                        tiers=variant.tiers,
-                    )
-                    searches[setting.name, variant.name, rate, seed] = _search(trial, rate * optimum_s)
+                    trial = trial_of(experiment, setting, case, rate, seed)
+                    searches[setting.name, case[0].name, rate, seed] = _search(trial, rate * optimum_s)
     return searches
 
 

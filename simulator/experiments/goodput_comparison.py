@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from simulator.capacity import half_width
-from simulator.goodput import Goodput, GoodputCase, GoodputGoal, goodputs
+from simulator.goodput import Goodput, GoodputCase, GoodputGoal, GoodputTrial, goodputs
 from simulator.parallel import Runner
 from simulator.request_needs import kinds_of
 from simulator.scenario import Scenario
@@ -50,6 +50,22 @@ class VariantGoodput:
 
 Found = Mapping[str, Mapping[str, VariantGoodput]]  # by setting and variant
 Bounds = Mapping[str, Sequence[SloBound]]  # by setting, one for each seed
+
+
+def trial_of(
+    experiment: Experiment, setting: ExperimentSetting, case: tuple[Variant, Scenario], rate: float, seed: int
+) -> GoodputTrial:
+    """Return one run of a variant at a rate, outside of a search for the goodput."""
+    variant, scenario = case
+    return GoodputTrial(
+        scenario=scenario,
+        policy=variant.policy,
+        rate=rate,
+        seed=seed,
+        share=experiment.attained,
+        warm_up_s=setting.warm_up_s,
+        tiers=variant.tiers,
+    )
 
 
 def compare(experiment: Experiment, runner: Runner, on_progress: Callable[[int, int], None]) -> Found:

@@ -774,10 +774,10 @@ def prefix_columns(
         ("slo", prefix_columns([0, 2500]), "b"),  # saves 0.25 s, and costs 0.25 s; see the next test
         ("slo", prefix_columns([0, 2400]), "a"),
         ("slo", prefix_columns([300, 2600]), "a"),  # the own tier has 0.03 s of it
-        ("slo", prefix_columns([0, 2500], step_overhead_s=[0.006, 0.006]), "a"),  # twice as long
-        ("slo", prefix_columns([0, 9999], step_overhead_s=[math.inf, math.inf]), "a"),  # unknown
+        ("slo", prefix_columns([0, 2500], step_overhead_s=[0.006, 0.006]), "a"),  # twice the overhead
+        ("slo", prefix_columns([0, 9999], step_overhead_s=[math.inf, math.inf]), "a"),  # overhead unknown
         # a looser tier would become stricter for all there
-        ("slo", prefix_columns([0, 9999], tiers=(0.1, 0.5), efficient_step_s=[0.6, 0.6]), "a"),
+        ("slo", prefix_columns([0, 9999], tiers=(0.1, 0.5), efficient_step_s=[0.2, 0.2]), "a"),
         ("slo: hits = 0", prefix_columns([0, 9999]), "a"),
         ("slo", prefix_columns([0, 9999], prefill_token_s=[0.0, 0.0]), "a"),  # sidecars that do not report it
         ("slo", prefix_columns([0, 100], tiers=(0.1, 0.1), queued_prefill_s=[0.0, 0.029]), "b"),  # less than 3 x 0.01 s
@@ -803,7 +803,7 @@ ALIKE |= {
 
 
 def test_what_a_stricter_tier_costs() -> None:
-    """A step of L that takes c for weights and constants costs L / (L - c) times as much as one without them."""
+    """A step of L with an overhead of c costs L / (L - c) times as much as the best step."""
     candidates = fleet(request=PREFIX, **prefix_columns([0, 2500, 0], tiers=(0.1, 0.02, 0.5), **ALIKE))
     overhead_s = 0.0029
     own_s = 7500 * 1e-4 + 100 * 0.01

@@ -69,7 +69,7 @@ def test_a_fixed_fleet_serves_by_tiers_that_grow_and_shrink(policy: str) -> None
 
 
 def test_serving_time_of_a_part_of_a_run() -> None:
-    """It is the sum over the moves, second by second, of the instances that are in tiers or leave one."""
+    """It is the number of instances that are in tiers or leave one, by their moves, summed every 10 ms."""
     sim = simulation(specs(FLEET, A30), burst(400), "slo", Conditions(), seed=0)
     moved = moved_between_tiers(sim, TIERS)
     end_s = sim.run().end_s
@@ -77,8 +77,7 @@ def test_serving_time_of_a_part_of_a_run() -> None:
     assert end_s > 75.0
 
     def num_serving(now_s: float) -> int:
-        places: dict[str, TierPlace] = {}
-        places.update({move.instance_id: move.place for time_s, move in moved.moves if time_s <= now_s})
+        places = {move.instance_id: move.place for time_s, move in moved.moves if time_s <= now_s}
         return sum(bool(place.tier) for place in places.values())
 
     for start_s, until_s in ((0.0, 10.0), (60.0, 75.0), (61.5, 62.0)):
