@@ -130,6 +130,11 @@ class Candidates:
         """The length of the request's prompt."""
         return self.request.prompt_tokens
 
+    @property
+    def tpot_slo_s(self) -> float:
+        """The request's target for the time per token; infinite without one."""
+        return self.request.tpot_slo_s
+
     def _look_up(self, name: str) -> Column:  # noqa: PLR0911 - one for each source
         index = INDEX_OF.get(name)
         if index is not None:

@@ -8,8 +8,10 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
+from typing import TypeVar
 
 from predictor.request import SERVE
+from scheduler.admission.late_work import LateWork
 from scheduler.admission.order import ARRIVAL_TURN, TURNS, WaitingRequest, turn_named
 from scheduler.admission.queue import (
     ASK_AGAIN_S,
@@ -30,11 +32,13 @@ from scheduler.policy import Policy, policy_from
 from scheduler.prefix.prompt import PromptPrefixes
 from scheduler.sessions import SessionMemory
 
-MAX_MODELS = 1024  # whose admitted tokens are counted; callers may name any adapter
+MAX_MODELS = 1024  # whose admitted tokens and late work are counted; callers may name any adapter
 MAX_POLICIES = 64  # that requests ask for by themselves
 MAX_HAND_OVER_S = 1.0  # a longer one was a fault, from which nothing is learned
 PREFILL_FADE = 0.001  # of the least time per prompt token, for each forecast
 HAND_OVER_WEIGHT = 0.05  # of each new one in the average
+
+Counts = TypeVar("Counts")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +105,7 @@ class SchedulerCore:
         self._refusals: dict[int, RecentRefusals] = {}  # by lane
         self._refusals_of: tuple[str, ...] = ()
         self._shares: dict[str, ClassShares] = {}  # by model
+        self._late_work: dict[str, LateWork] = {}  # by model
         self.least_prefill_token_s = 0.0  # from the first step to the first token, over the length of the prompt
         self._policies: dict[str, Policy] = {}
         self.policy = self.policy_named(policy) if isinstance(policy, str) else policy
@@ -254,8 +259,18 @@ class SchedulerCore:
 
     def shares_of(self, model: str) -> ClassShares:
         """Return what the requests of a model that were admitted had in tokens."""
-        if model not in self._shares:
-            if len(self._shares) >= MAX_MODELS:
-                del self._shares[next(iter(self._shares))]
-            self._shares[model] = ClassShares()
-        return self._shares[model]
+        return _of_model(self._shares, model, ClassShares)
+
+    def late_work_of(self, model: str) -> LateWork:
+        """Return how much of the work of a model's requests is late."""
+        return _of_model(self._late_work, model, LateWork)
+
+
+def _of_model(known: dict[str, Counts], model: str, make: Callable[[], Counts]) -> Counts:
+    """Return what is counted for a model; of too many models the one that is known longest is forgotten."""
+    counts = known.get(model)
+    if counts is None:
+        if len(known) >= MAX_MODELS:
+            del known[next(iter(known))]
+        counts = known[model] = make()
+    return counts

@@ -52,6 +52,7 @@ class Decision:
     reserved_for_s: float | None = None
     _compares = Comparison
     _pool: RolePool | None = None  # of all instances
+    _just_known: Candidates | None = None  # by a new request, which is compared on them at once
     _asked: Ask | None = None  # for forecasts, which have not come yet
     _has_verdicts = False  # forecasts say only which deadlines are kept
     _forecasts_anyway = False  # the chosen instance, where the policy does without
@@ -70,7 +71,8 @@ class Decision:
 
     def _reset(self) -> None:
         """Forget an attempt."""
-        self.comparison, self._asked = self._compares(self.policy, self.core.instances), None
+        self.comparison = self._compares(self.policy, self.core.instances)
+        self._asked = self._just_known = None
         self.comparison.leg = self.request.leg
         if self.admission is not None:
             self.comparison.is_patient = self.admission.is_patient
@@ -79,12 +81,18 @@ class Decision:
 
     def start(self, now_s: float) -> Intention:
         """Start: compare instances, ask them, or join the admission queue behind others."""
-        if self.policy.holds and not self.request.dry_run:
-            self.admission = AdmissionWait(self.core, self.request, self.policy)
-            self.comparison.is_patient = self.admission.is_patient
-            if self.admission.is_behind_others:
-                return self._wait(now_s)
-        return self._attempt(now_s)
+        if not self.policy.holds or self.request.dry_run:
+            return self._attempt(now_s)
+        admission = self.admission = AdmissionWait(self.core, self.request, self.policy)
+        if self.policy.long is not None:
+            try:
+                known = self._known(now_s)
+            except (ValueError, NoInstanceError) as error:
+                return self._shed(error, now_s)
+            if not admission.defer_if_long(known, now_s):
+                self._just_known = known
+        self.comparison.is_patient = admission.is_patient
+        return self._wait(now_s) if admission.is_behind_others else self._attempt(now_s)
 
     def answers(self, answers: Mapping[str, Answer], now_s: float) -> Intention:
         """Take what the asked instances answered, by instance id; one that is missing is late."""
@@ -170,23 +178,11 @@ class Decision:
 
     def _attempt(self, now_s: float) -> Intention:
         """Compare the instances as they are now, or ask them first."""
-        core, request, policy, comparison = self.core, self.request, self.policy, self.comparison
-        instances = core.instances
-        rows = request.rows
-        if not request.any_model:
-            try:
-                rows = instances.rows_of_model(request.model)
-            except (ValueError, NoInstanceError) as error:
-                return self._shed(error, now_s)
-        if self._pool is not None:
-            rows = instances.rows_in_pool(rows, self._pool)
-        if instances.suspects or request.excluded:
-            unhealthy = instances.unhealthy(rows, request.excluded, now_s)
-            rows = instances.rows_without(rows, unhealthy)
-            comparison.others = {candidate.instance_id: candidate for candidate in unhealthy}
-        known = instances.table.candidates(request.indicators, now_s, rows)
-        if policy.needs_prefix or policy.needs_session:
-            core.look_up(request, policy, known)
+        core, policy, comparison = self.core, self.policy, self.comparison
+        try:
+            known = self._known(now_s)
+        except (ValueError, NoInstanceError) as error:
+            return self._shed(error, now_s)
         if self.admission is not None:
             worth_asking = self.admission.worth_asking(known, now_s)
             if worth_asking is None:
@@ -202,6 +198,26 @@ class Decision:
             if core.rules.explains:
                 keep_what_was_read(comparison)
         return self._decide(now_s)
+
+    def _known(self, now_s: float) -> Candidates:
+        """Return the healthy instances that may serve the request, as they are known; NoInstanceError if none may."""
+        if self._just_known is not None:
+            known, self._just_known = self._just_known, None
+            return known
+        core, request, policy = self.core, self.request, self.policy
+        instances, rows = core.instances, request.rows
+        if not request.any_model:
+            rows = instances.rows_of_model(request.model)
+        if self._pool is not None:
+            rows = instances.rows_in_pool(rows, self._pool)
+        if instances.suspects or request.excluded:
+            unhealthy = instances.unhealthy(rows, request.excluded, now_s)
+            rows = instances.rows_without(rows, unhealthy)
+            self.comparison.others = {candidate.instance_id: candidate for candidate in unhealthy}
+        known = instances.table.candidates(request.indicators, now_s, rows)
+        if policy.needs_prefix or policy.needs_session:
+            core.look_up(request, policy, known)
+        return known
 
     def _ask(self, shortlisted: Candidates, now_s: float) -> Intention:
         """Ask for forecasts: also engines that failed, which are compared with none."""

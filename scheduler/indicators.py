@@ -26,6 +26,10 @@ class Columns(Protocol):
     def prompt_tokens(self) -> int:
         """The length of the request's prompt."""
 
+    @property
+    def tpot_slo_s(self) -> float:
+        """The request's target for the time per token; infinite without one."""
+
     def __getitem__(self, name: str) -> Column:
         """Return an indicator."""
 
@@ -210,16 +214,20 @@ STRICTEST_S, LOOSEST_S = 1e-3, 10.0  # TPOT targets beyond these are all the sam
 SAME_TIER = 1.05  # targets within this ratio are of the same tier
 
 
-def _bounded(target_s: Column) -> Column:
+def _bounded(targets_s: Column) -> Column:
     """Return targets within these bounds; `numpy.clip` takes several times as long."""
-    return np.minimum(np.maximum(target_s, STRICTEST_S), LOOSEST_S)
+    return np.minimum(np.maximum(targets_s, STRICTEST_S), LOOSEST_S)
+
+
+def _bounded_target_s(of: Columns) -> float:
+    """Return the request's own target within these bounds."""
+    return min(max(of.tpot_slo_s, STRICTEST_S), LOOSEST_S)
 
 
 def _tier_ratio(of: Columns) -> Column:
     """Return the bound of each instance over the request's target; instances have no tier in most clusters."""
-    target_s, num = _bounded(of["tpot_slo_s"]), of["batch_size"]
-    least = _bounded(of["least_tpot_slo_s"]) / target_s
-    ratio = np.where(num > 0, least, num + np.inf)  # NaN where it is unknown
+    target_s, num = _bounded_target_s(of), of["batch_size"]
+    ratio = np.where(num > 0, _bounded(of["least_tpot_slo_s"]) / target_s, num + np.inf)  # NaN where it is unknown
     bound_s, closed = of["tier_tpot_s"], of["tier_closed"]
     has_tier = bound_s < math.inf
     if has_tier.any():
@@ -231,33 +239,37 @@ def _tier_ratio(of: Columns) -> Column:
 
 def _tiers_matter(of: Columns) -> Column:
     """Compare the mean of efficient steps with the shortest target; single instances have too few requests for one."""
-    efficient_s, least_s = of["efficient_step_s"], of["least_tpot_slo_s"]
-    known = efficient_s < math.inf
-    if not known.any():
-        return np.ones(len(efficient_s))
-    shortest_s = np.fmin(of["tpot_slo_s"], np.fmin.reduce(least_s, initial=math.inf))
-    return np.where((of["tier_tpot_s"] < math.inf).any(), 1.0, efficient_s[known].mean() > shortest_s)
+    efficient_s = of["efficient_step_s"]
+    known_s = efficient_s[efficient_s < math.inf]
+    matter = True
+    if len(known_s) and not (of["tier_tpot_s"] < math.inf).any():
+        shortest_s = min(of.tpot_slo_s, float(np.fmin.reduce(of["least_tpot_slo_s"], initial=math.inf)))
+        matter = float(np.add.reduce(known_s)) / len(known_s) > shortest_s
+    return np.full(len(efficient_s), float(matter))
 
 
 def _tier_cost_s(of: Columns) -> Column:
     """Compare the request's cost in steps as short as the tier's with that in steps as long as its own target.
 
-    A step with an overhead of c and a length of L costs its requests L / (L - c) times what the best step does. A
-    decode costs what it does on the instance where most share a step.
+    A step with an overhead of c and a length of L costs its requests L / (L - c) times what the best step does.
     """
     ratio, overhead_s = of["tier_ratio"], of["step_overhead_s"]
-    stricter, known = ratio < 1.0 / SAME_TIER, overhead_s < math.inf
+    stricter, known_s = ratio < 1.0 / SAME_TIER, overhead_s[overhead_s < math.inf]
     if not stricter.any():
         return np.zeros(len(ratio))
-    if not known.any():
+    if not len(known_s):
         return np.where(stricter, math.inf, 0.0)
-    mean_s = float(overhead_s[known].mean())
-    target_s = _bounded(of["tpot_slo_s"])
+    mean_s = float(np.add.reduce(known_s)) / len(known_s)
+    target_s = _bounded_target_s(of)
     bound_s = np.minimum(ratio, 1.0) * target_s
-    extra = 1.0 / (1.0 - np.minimum(0.9, mean_s / bound_s)) - 1.0 / (1.0 - np.minimum(0.9, mean_s / target_s))
-    decode_s = float(np.fmin.reduce(of["decode_step_s"] / np.maximum(1.0, of["batch_size"])))
-    own_s = of["new_prefill_tokens"] * of["prefill_token_s"] + of["tag_tokens"] * decode_s
-    return np.where(stricter, own_s * extra, 0.0)
+    extra = 1.0 / (1.0 - np.minimum(0.9, mean_s / bound_s)) - 1.0 / (1.0 - min(0.9, mean_s / target_s))
+    return np.where(stricter, of["work_s"] * extra, 0.0)
+
+
+def _work_s(of: Columns) -> Column:
+    """A decode costs what it does on the instance where most requests share a step."""
+    decode_s = float(np.fmin.reduce(of["decode_step_s"] / np.maximum(1.0, of["batch_size"]), initial=math.inf))
+    return of["new_prefill_tokens"] * of["prefill_token_s"] + of["tag_tokens"] * decode_s
 
 
 def _tier_fits(of: Columns) -> Column:
@@ -350,20 +362,19 @@ DERIVED = (
         lambda of: of["prefix_hit_tokens"] * of["prefill_token_s"],
     ),
     _derived(
+        "work_s",
+        "s",
+        "that this request takes of the instance: its prefill, and its part of the steps that decode it, on the instance "
+        "where most share one",
+        ("new_prefill_tokens", "prefill_token_s", "tag_tokens", "decode_step_s", "batch_size"),
+        _work_s,
+    ),
+    _derived(
         "tier_cost_s",
         "s",
         "that serving this request costs more in steps as short as a stricter tier's than in steps of its own TPOT "
         "target, by the mean of `step_overhead_s`; 0 where the tier is not stricter, infinite where that is unknown",
-        (
-            "tier_ratio",
-            "tpot_slo_s",
-            "step_overhead_s",
-            "decode_step_s",
-            "batch_size",
-            "new_prefill_tokens",
-            "prefill_token_s",
-            "tag_tokens",
-        ),
+        ("tier_ratio", "tpot_slo_s", "step_overhead_s", "work_s"),
         _tier_cost_s,
     ),
     _derived(

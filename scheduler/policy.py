@@ -121,6 +121,7 @@ class Policy:
         self.needs_delays = any(root.name in ON_OTHERS for root in roots)
         self._reads = (*entry.needs, *_needs_of(self._filter, self._tie_break, applies), *session_needs)
         self._verdicts_suffice = {patient: self._do_verdicts_suffice(patient=patient) for patient in (False, True)}
+        self.long = spec.parameters.get("long") if self.keeps_deadlines else None  # None: it defers no request
         # that `least_slack_s` has to reach: of best effort, and of late requests
         self.min_slack_s = tuple(spec.parameters[name] for name in entry.least_slack or ()) or (0.0, 0.0)
         self.needs_session = any(root.source is IndicatorSource.SESSION for root in roots)

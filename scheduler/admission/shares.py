@@ -21,7 +21,7 @@ class ClassShares:
         if now_s - self._counted_s > PAUSE_S:
             self._best_effort = self._all = 0.0
             self._since_s = self._counted_s = now_s
-        fade = _left_after(now_s - self._counted_s)
+        fade = left_after(now_s - self._counted_s)
         self._counted_s = max(now_s, self._counted_s)
         self._all = self._all * fade + num_tokens
         self._best_effort = self._best_effort * fade + (num_tokens if best_effort else 0.0)
@@ -31,13 +31,14 @@ class ClassShares:
         if not self._since_s < now_s <= self._counted_s + PAUSE_S:
             return 0.0
         tokens = self._all - self._best_effort if real_time_only else self._all
-        counted = tokens * _left_after(now_s - self._counted_s)
-        return counted * math.log(2) / HALF_LIFE_S / (1.0 - _left_after(now_s - self._since_s))
+        counted = tokens * left_after(now_s - self._counted_s)
+        return counted * math.log(2) / HALF_LIFE_S / (1.0 - left_after(now_s - self._since_s))
 
     def is_below(self, share: float) -> bool:
         """Return whether best effort got less than a share of the tokens."""
         return self._best_effort < share * self._all
 
 
-def _left_after(seconds: float) -> float:
+def left_after(seconds: float) -> float:
+    """Return what still counts of a number after some time."""
     return math.exp2(-max(0.0, seconds) / HALF_LIFE_S)

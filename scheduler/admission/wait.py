@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from predictor.request import BEST_EFFORT, Slo
+from scheduler.admission.late_work import LateWork
 from scheduler.admission.lateness import latest_start_s
 from scheduler.admission.order import WaitingRequest
 from scheduler.admission.queue import AdmissionQueue, lane_of, retry_pause_s
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 FINISHED = INDEX_OF["num_finished_total"]
 # Maximum wait for an instance where no other request would miss a deadline: of best effort, and of late requests from
-# their own deadline on.
+# their own deadline on; theirs is short where no others wait that can be in time.
 MAX_PATIENT_S, MAX_LATE_S = 60.0, 10.0
 CACHED_SHARE = 0.2  # of a prompt: an instance that has more of it may admit a request although it refused the last one
 
@@ -59,6 +60,7 @@ class AdmissionWait:
     refused_because = QUEUE_FULL
     passing: Rows | None = None  # the instances that it may ask before its turn: they refused a longer request
     _asks_all = True  # also the instances that have just refused
+    _work_s = 0.0  # of an instance, that the request takes
     _latest_s = math.inf  # while it waits: when it may become too late to attain its deadlines
 
     def __init__(self, core: SchedulerCore, request: PlacementRequest, policy: Policy) -> None:
@@ -70,6 +72,24 @@ class AdmissionWait:
         self._due_s = request.indicators.due_s  # also when the deadlines are given up
         self.is_patient = request.objective.is_best_effort
         self._lane = lane_of(request.indicators.tpot_slo_s, patient=self.is_patient)
+
+    def defer_if_long(self, known: Candidates, now_s: float) -> bool:
+        """Give up the deadlines of a new request that takes long, where much work is late; return whether it did."""
+        assert self._policy.long is not None
+        if self.is_patient or self._request.objective.when_late == SHED:
+            return False
+        work_s = float(np.fmin.reduce(known["work_s"], initial=math.inf))
+        if not math.isfinite(work_s):  # the length of its response is not known
+            return False
+        self._work_s = work_s
+        if not self._late_work.arrived(self._lane, work_s, now_s, long=self._policy.long):
+            return False
+        self._give_up_deadlines()
+        return True
+
+    @property
+    def _late_work(self) -> LateWork:
+        return self._core.late_work_of(self._request.model)
 
     # Its turn.
 
@@ -91,7 +111,7 @@ class AdmissionWait:
             if now_s < self._latest_s:
                 return NextStep.WAIT
             if not self.queue.may_overtake(self.number, head):
-                return self._too_late()
+                return self._too_late(now_s)
         self.held_s = now_s - self.joined_s
         return NextStep.ATTEMPT
 
@@ -155,7 +175,7 @@ class AdmissionWait:
         compared, objective = comparison.compared, self._request.objective
         assert compared is not None
         if self._is_late(compared, now_s):
-            return self._step_of_late(comparison)
+            return self._step_of_late(comparison, now_s)
         if self._is_best_effort and self._policy.keeps_deadlines:
             if self._is_below_share:
                 return NextStep.PLACE
@@ -169,23 +189,23 @@ class AdmissionWait:
             comparison.forget_targets(self._request.indicators)
         return NextStep.PLACE
 
-    def _step_of_late(self, comparison: Comparison) -> NextStep:
+    def _step_of_late(self, comparison: Comparison, now_s: float) -> NextStep:
         """Return how a request goes on whose deadlines cannot be kept any more."""
         if self._request.objective.when_late == SHED:
             self.refused_because = LATE
             return NextStep.REFUSE
-        self._give_up_deadlines()
+        self._became_late(now_s)
         comparison.is_patient = True
         comparison.forget_targets(self._request.indicators)
         assert comparison.compared is not None
         return NextStep.WAIT if self.may_wait and self._yields(comparison.compared) else NextStep.SCORE_AGAIN
 
-    def _too_late(self) -> NextStep:
+    def _too_late(self, now_s: float) -> NextStep:
         """Return how a request goes on that becomes late before its turn has come."""
         if self._request.objective.when_late == SHED:
             self.refused_because = LATE
             return NextStep.REFUSE
-        self._give_up_deadlines()
+        self._became_late(now_s)
         return NextStep.WAIT
 
     def _is_late(self, compared: Candidates, now_s: float) -> bool:
@@ -195,8 +215,15 @@ class AdmissionWait:
     def _latest_start_s(self, compared: Candidates | None) -> float:
         return latest_start_s(self._core, self._request, compared, asked_all=self._asks_all)
 
+    def _became_late(self, now_s: float) -> None:
+        """Give up deadlines that cannot be kept any more."""
+        prompt_s = self._core.least_prefill_token_s * self._request.indicators.prompt_tokens
+        if self._work_s > 0 and self._due_s - self._request.arrived_s > prompt_s:  # an idle instance could keep them
+            self._late_work.became_late(self._lane, self._work_s, now_s)
+        self._give_up_deadlines()
+
     def _give_up_deadlines(self) -> None:
-        """Leave the deadlines of others alone from now on, as the request's own cannot be kept."""
+        """Leave the deadlines of others alone from now on."""
         if self._request.objective.when_late == DEMOTE:
             self._demote()
         self.is_patient = True
@@ -240,6 +267,8 @@ class AdmissionWait:
         `refused` are the instances that have just refused it.
         """
         core, request, queue = self._core, self._request, self.queue
+        if not self.is_patient:
+            self._late_work.waits(now_s)
         if queue is not None and refused is not None and not self.is_patient:
             self._pass_turn(queue, rows_of(refused))
         self.passing = None
@@ -248,11 +277,11 @@ class AdmissionWait:
                 self.number = core.next_number()
             self.joined_s = now_s
             self.wait_until_s = math.inf
-            queue = self.queue = core.join(decision, self._waiting_request(), self._leave_s())
+            queue = self.queue = core.join(decision, self._waiting_request(), self._leave_s(now_s))
         elif queue.lane_of(self.number) != self._lane:
             if self._is_best_effort and queue.num_best_effort >= core.rules.max_held_best_effort:
                 return CLASS_LIMIT  # it was demoted
-            core.move(request, self._waiting_request(), self._leave_s(), now_s)
+            core.move(request, self._waiting_request(), self._leave_s(now_s), now_s)
         if self.wait_until_s == -math.inf:  # woken already
             return ""
         self.wait_until_s = min(queue.deadline_s(self.number), max(now_s, self._latest_s))
@@ -299,7 +328,7 @@ class AdmissionWait:
             best_effort=request.objective.is_best_effort,
         )
 
-    def _leave_s(self) -> float:
+    def _leave_s(self, now_s: float) -> float:
         """Return when the request leaves the admission queue at the latest: not before its first token is due."""
         request = self._request
         hold_s = self._policy.hold_s - request.waited_s
@@ -308,7 +337,7 @@ class AdmissionWait:
             if self._is_best_effort:
                 hold_s = MAX_PATIENT_S
             elif self.is_patient:
-                hold_s = until_due_s + MAX_LATE_S
+                hold_s = until_due_s + (MAX_PATIENT_S if self._late_work.is_overload(now_s) else MAX_LATE_S)
             elif until_due_s < math.inf:
                 hold_s = max(hold_s, until_due_s)
         return request.arrived_s + min(hold_s, request.patience_s)

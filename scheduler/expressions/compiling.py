@@ -72,13 +72,38 @@ def _expression(text: str, field: str, kind: str) -> Expression:
 def _truth(node: ast.expr) -> Part:
     """Compile a condition that nothing depends on where it is unknown, which costs less."""
     if isinstance(node, ast.BoolOp):
-        return _chained(TRUTHS[type(node.op)], [_truth(value) for value in node.values])
+        truths = [_truth(value) for value in node.values]
+        return _all_of(truths) if isinstance(node.op, ast.And) else _any_of(truths)
     if isinstance(node, ast.Compare) and not any(isinstance(op, ast.NotEq) for op in node.ops):
         sides = [_part(side, NUMBER) for side in (node.left, *node.comparators)]
         compared = zip(node.ops, sides, sides[1:], strict=False)
         return _chained(operator.and_, [_joined(PLAIN[type(op)], left, right) for op, left, right in compared])
     part = _part(node, CONDITION)
     return lambda candidates: part(candidates) == 1.0
+
+
+def _all_of(truths: list[Part]) -> Part:
+    def part(candidates: Candidates) -> Value:
+        holds = truths[0](candidates)
+        for truth in truths[1:]:
+            if not holds.any():
+                break
+            holds = np.logical_and(holds, truth(candidates))
+        return holds
+
+    return part
+
+
+def _any_of(truths: list[Part]) -> Part:
+    def part(candidates: Candidates) -> Value:
+        holds = truths[0](candidates)
+        for truth in truths[1:]:
+            if holds.all():
+                break
+            holds = np.logical_or(holds, truth(candidates))
+        return holds
+
+    return part
 
 
 def _part(node: ast.expr, kind: str) -> Part:
@@ -188,7 +213,6 @@ ARITHMETIC: dict[type[ast.operator], Callable[[Value, Value], Value]] = {
     ast.Pow: np.power,
 }
 LOGIC: dict[type[ast.boolop], Callable[[Value, Value], Value]] = {ast.And: _and, ast.Or: _or}
-TRUTHS: dict[type[ast.boolop], Callable[[Value, Value], Value]] = {ast.And: operator.and_, ast.Or: operator.or_}
 PLAIN: dict[type[ast.cmpop], Callable[[Value, Value], Any]] = {  # false where a side is unknown, but for the last
     ast.Lt: operator.lt,
     ast.LtE: operator.le,

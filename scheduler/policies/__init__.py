@@ -233,6 +233,10 @@ POLICIES = {
                 meaning="seconds before their deadlines that best effort leaves to all others",
             ),
             "late_slack": Parameter(default=deadlines.LATE_SLACK_S, meaning="the same of late requests"),
+            "long": Parameter(
+                default=2.0,
+                meaning="times the mean work: requests that take longer give up their deadlines under overload",
+            ),
         },
         hold=f"{deadlines.ADMITS} and {deadlines.WITH_SHORT_QUEUE}",
         harmless=f"{deadlines.HARMLESS} and {deadlines.PATIENT_WITH_SHORT_QUEUE} and {deadlines.LEAVES_SLACK}",

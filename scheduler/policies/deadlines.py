@@ -20,5 +20,6 @@ BACKLOG_S, SLACK_S, LATE_SLACK_S = 0.3, 0.05, 1.0
 # Both are true where a sidecar does not say how much slack there is, or how strict its instance is.
 LEAVES_SLACK = "otherwise(least_slack_s, 1e9) >= ({late_slack} if late > 0 else {slack})"
 FITS_TIER = "otherwise(tier_fits, 1) > 0"
-ELIGIBLE = f"({FITS_TIER} or highest(tier_fits) < 1 or tier_closed < 1 and ({{affinity}} <= 0 or tiers_matter < 1))"
+WITHOUT_TIERS = "tier_closed < 1 and ({affinity} <= 0 or tiers_matter < 1)"
+ELIGIBLE = f"({WITHOUT_TIERS} or {FITS_TIER} or highest(tier_fits) < 1)"
 ADMITS = f"{KEEPS} and {ELIGIBLE}"

@@ -20,13 +20,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
-import numpy.typing as npt
 
 from scheduler.candidates import Candidates
-from scheduler.indicators import SAME_TIER, Column
+from scheduler.indicators import Column
 from scheduler.policies.entry import Score
-
-EMPTY, STRICTER, EMPTY_OF_POOL, LOOSER = 1.0, 2.0, 9.0, 10.0  # distances; that of the same tier is 0
+from scheduler.policies.tier_distance import EMPTY, EMPTY_OF_POOL, LOOSER, tier_distance
 
 
 def make(parameters: Mapping[str, float], _: np.random.Generator) -> Score:
@@ -34,26 +32,15 @@ def make(parameters: Mapping[str, float], _: np.random.Generator) -> Score:
     affinity, weight, hits = parameters["affinity"], parameters["lambda"], parameters["hits"]
 
     def score(candidates: Candidates) -> Column:
-        apart, saved_s = np.log(candidates["tier_ratio"]), candidates["cached_prefill_s"]
-        other = np.where(apart > 0, LOOSER + apart, STRICTER - apart)
-        listed = affinity > 0 and (candidates["tier_tpot_s"] < np.inf).any()
-        shrinks = listed and candidates.request.tpot_slo_s < np.inf
-        other = np.where(apart == np.inf, EMPTY_OF_POOL if shrinks else EMPTY, other)
-        distance = np.where(np.abs(apart) <= np.log(SAME_TIER), 0.0, other)
-        if hits > 0 and saved_s.any():
-            distance = np.where(_saves_more_than_its_tier_costs(candidates, distance), 0.0, distance)
-        alike = (candidates["tiers_matter"] == 0) | (affinity <= 0)
-        distance = np.where(alike, 0.0, distance) + LOOSER * candidates["tier_closed"]
         load = candidates["decode_step_s"] + weight * candidates["queued_prefill_s"]
+        saved_s, shrinks = candidates["cached_prefill_s"], False
+        distance = LOOSER * candidates["tier_closed"]
+        has_tiers = affinity > 0 and bool(candidates["tiers_matter"].any())
+        if has_tiers:
+            shrinks = candidates.tpot_slo_s < np.inf and bool((candidates["tier_tpot_s"] < np.inf).any())
+            distance += tier_distance(candidates, saved_s if hits > 0 else None, EMPTY_OF_POOL if shrinks else EMPTY)
         if candidates.request.late:
-            return affinity * distance + np.where(alike | (distance > EMPTY), -load, load)
+            return affinity * distance + (np.where(distance > EMPTY, -load, load) if has_tiers else -load)
         return affinity * distance + (-load if shrinks else load) - hits * saved_s
 
     return score
-
-
-def _saves_more_than_its_tier_costs(candidates: Candidates, distance: Column) -> npt.NDArray[np.bool_]:
-    """Return which stricter instances have a prefix that is worth their tier, and more than those of the own tier."""
-    saved_s, ratio = candidates["cached_prefill_s"], candidates["tier_ratio"]
-    other_s = np.max(saved_s, where=distance <= EMPTY, initial=0.0)
-    return (ratio < 1.0 / SAME_TIER) & (saved_s - candidates["tier_cost_s"] > other_s)

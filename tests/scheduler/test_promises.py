@@ -267,7 +267,12 @@ def test_only_time_gives_a_request_a_last_attempt_before_its_turn(
 
 def late(core: SchedulerCore, when_late: str, **fields: Any) -> tuple[Decision, Ask]:
     """A request that no idle instance could serve in time."""
-    decision, ask = place(core, when_late=when_late, ttft_s=PLACING_S / 2, **fields)
+    return late_at(core, NOW_S, when_late=when_late, **fields)
+
+
+def late_at(core: SchedulerCore, now_s: float, **fields: Any) -> tuple[Decision, Ask]:
+    """The same at another time."""
+    decision, ask = place(core, now_s, ttft_s=PLACING_S / 2, **fields)
     assert isinstance(ask, Ask)
     return decision, ask
 
@@ -312,7 +317,7 @@ def test_a_late_request_waits_while_others_would_miss_deadlines_everywhere() -> 
 
 
 def test_a_late_request_waits_for_a_limited_time() -> None:
-    """`MAX_LATE_S` from its deadline on at most, where the caller sets no limit."""
+    """`MAX_LATE_S` from its deadline on at most, where the caller sets no limit and no other request waits."""
     core = deadline_core()
     decision, ask = late(core, SERVE_LATE)
     answered(decision, ask, harmful="ab")
@@ -576,7 +581,7 @@ def check_ends(script: Script, seen: Counter[str]) -> None:
         if kind == "Placed":
             legs[int(name[1:])] = {leg.instance_id: leg.kind for leg in decision.placement.legs}
             is_best_effort = decision.request.objective.is_best_effort
-            max_hold_s = MAX_PATIENT_S if is_best_effort else (asked.slo.ttft_s or 0.0) + MAX_LATE_S
+            max_hold_s = MAX_PATIENT_S if is_best_effort else (asked.slo.ttft_s or 0.0) + MAX_PATIENT_S
             assert decision.placement.held_s <= max_hold_s + 1.0
         is_demoted = decision.request.objective != asked
         assert not is_demoted or (asked.when_late == DEMOTE and decision.request.objective.is_best_effort)
@@ -625,3 +630,71 @@ def test_no_decision_waits_twice_for_the_same_moment(script: Script) -> None:
         patch.setattr(Decision, "tick", tick)
         driver.run()
     assert max(ticks.values(), default=0) <= 2 * len(script.arrivals) + 2
+
+
+def after_much_late_work(core: SchedulerCore, *, long: bool = True) -> None:
+    """Have a third of the work be late, of many short requests and some that take long."""
+    for number in range(400):
+        work_s = 5.0 if long and number % 10 == 0 else 0.5
+        core.late_work_of("").arrived(lane_of(0.05, patient=False), work_s, NOW_S - 4.0 + 0.01 * number, long=math.inf)
+        if number % 3 == 0:
+            core.late_work_of("").became_late(lane_of(0.05, patient=False), work_s, NOW_S - 4.0 + 0.01 * number)
+
+
+def work_core(policy: str = POLICY) -> SchedulerCore:
+    """A core over instances of which it is known how long they take for a prompt token."""
+    core = deadline_core(policy=policy)
+    for name in "ab":
+        report(core, name, decode_step_s=0.01, prefill_token_s=0.001, num_running=1.0, least_tpot_slo_s=0.05)
+    return core
+
+
+def test_under_overload_a_request_that_takes_long_leaves_its_deadlines_at_once() -> None:
+    """So that it keeps no others waiting; it still goes where no other misses one because of it."""
+    core = work_core()
+    after_much_late_work(core)
+    decision, ask = place(core, prompt_tokens=20_000)
+    assert decision.request.indicators.late == 1
+    assert isinstance(answered(decision, ask, attained="ab", harmful="ab"), Wait)
+    decision.cancel(NOW_S)
+    short, ask = place(core, prompt_tokens=200)
+    assert short.request.indicators.late == 0
+    assert admit(short, answered(short, ask, attained="ab")) == "a"
+    now_s = NOW_S + 1.0  # the instances may be asked again
+    another, ask = place(core, now_s, prompt_tokens=20_000)
+    assert admit(another, answered(another, ask, now_s, attained="ab"), now_s) == "a"
+    demoted, _ = place(core, prompt_tokens=20_000, when_late=DEMOTE)
+    assert demoted.request.objective.is_best_effort
+
+
+@pytest.mark.parametrize(
+    ("policy", "fields"),
+    [
+        (POLICY, {"when_late": SHED}),  # a refusal is final
+        (f"{POLICY}, long = 1000", {}),
+        ("polyserve", {}),
+    ],
+)
+def test_some_requests_keep_their_deadlines_however_long_they_take(policy: str, fields: dict[str, Any]) -> None:
+    """Those that would be refused, and those of policies that defer none."""
+    core = work_core(policy)
+    after_much_late_work(core)
+    decision, ask = place(core, prompt_tokens=20_000, **fields)
+    assert decision.request.indicators.late == 0
+    assert isinstance(ask, Ask)
+
+
+def test_a_late_request_waits_longer_under_overload() -> None:
+    """While others have to wait that can be in time; those whose targets nobody could keep are no overload."""
+    core = deadline_core()
+    for now_s, max_late_s in ((NOW_S, MAX_LATE_S), (NOW_S + 5.0, MAX_PATIENT_S), (NOW_S + 50.0, MAX_LATE_S)):
+        if max_late_s == MAX_PATIENT_S:
+            timely, ask = place(core, now_s - 1.0)
+            assert isinstance(answered(timely, ask, now_s - 1.0, harmful="ab"), Wait)
+            timely.cancel(now_s - 1.0)
+        decision, ask = late_at(core, now_s)
+        assert isinstance(answered(decision, ask, now_s, harmful="ab"), Wait)
+        queue = core.queue("")
+        assert queue is not None
+        assert queue.deadline_s(decision.admission.number) == now_s + PLACING_S / 2 + max_late_s
+        decision.cancel(now_s)

@@ -1,0 +1,94 @@
+"""How much of the work is late, and which requests give up their deadlines so that few of them are late.
+
+An overload makes some work late: fewest requests where they are those that take longest (Moore and Hodgson 1968). These
+give up their deadlines when they arrive, as by the time that they are late they have kept others waiting.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass, field
+
+from scheduler.admission.shares import left_after
+
+OVERLOAD_S = 10.0  # after a request had to wait that was not late
+MIN_ARRIVALS, MAX_ARRIVALS = 32, 512  # by which the longest requests are known
+ARRIVALS_PER_BOUND = 8
+DEFERRED_WEIGHT = 0.8  # of deferred work; less than 1, so that deferring ends with the overload
+
+
+@dataclass(slots=True)
+class _Lane:
+    """The work of requests with about the same target, in seconds of an instance; old work counts less and less."""
+
+    late_s: float = 0.0
+    all_s: float = 0.0
+    counted_s: float = -math.inf
+    bound_s: float = math.inf  # requests that take at least as long have as much work as is late
+    mean_s: float = 0.0
+    arrivals: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_ARRIVALS))
+    num_arrived: int = 0
+
+    def fade(self, now_s: float) -> None:
+        left = left_after(now_s - self.counted_s)
+        self.late_s *= left
+        self.all_s *= left
+        self.counted_s = max(now_s, self.counted_s)
+
+    def find_bound(self) -> None:
+        """Find the longest requests that together have as much work as is late."""
+        total_s = sum(self.arrivals)
+        self.mean_s, self.bound_s = total_s / len(self.arrivals), math.inf
+        if len(self.arrivals) < MIN_ARRIVALS or self.late_s <= 0:
+            return
+        left_s = total_s * self.late_s / self.all_s
+        for work_s in sorted(self.arrivals, reverse=True):
+            left_s -= work_s
+            if left_s < 0:
+                return
+            self.bound_s = work_s
+
+
+class LateWork:
+    """Counts the work of requests with deadlines by lane of the admission queue, and what part of it is late."""
+
+    def __init__(self) -> None:
+        """Start without any work."""
+        self._lanes: dict[int, _Lane] = {}
+        self._waited_s = -math.inf
+
+    def arrived(self, lane: int, work_s: float, now_s: float, *, long: float) -> bool:
+        """Count a request; return whether it is to give up its deadlines.
+
+        It is where other work would be late else, and the request takes at least `long` times the mean of its lane.
+        """
+        of = self._lane(lane, now_s)
+        of.all_s += work_s
+        of.arrivals.append(work_s)
+        of.num_arrived += 1
+        if of.num_arrived % ARRIVALS_PER_BOUND == 0:
+            of.find_bound()
+        is_deferred = work_s >= max(of.bound_s, long * of.mean_s)
+        if is_deferred:
+            of.late_s += DEFERRED_WEIGHT * work_s
+        return is_deferred
+
+    def became_late(self, lane: int, work_s: float, now_s: float) -> None:
+        """Count a request that could not be served in time."""
+        self._lane(lane, now_s).late_s += work_s
+
+    def waits(self, now_s: float) -> None:
+        """Note that a request waits that is not late yet."""
+        self._waited_s = max(now_s, self._waited_s)
+
+    def is_overload(self, now_s: float) -> bool:
+        """Return whether a request waited recently."""
+        return now_s - self._waited_s < OVERLOAD_S
+
+    def _lane(self, lane: int, now_s: float) -> _Lane:
+        of = self._lanes.get(lane)
+        if of is None:
+            of = self._lanes[lane] = _Lane()
+        of.fade(now_s)
+        return of
