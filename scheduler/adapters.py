@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from predictor.request import NO_ADAPTER
-from scheduler.indicators import Column
+from scheduler.columns import Column
 
 
 @dataclass(frozen=True, slots=True)

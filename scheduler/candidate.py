@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from predictor.forecast_result import Forecast
-from scheduler.indicators import Column
+from scheduler.columns import Column
 
 
 class CandidateStatus(Enum):

@@ -11,7 +11,8 @@ import numpy.typing as npt
 
 from predictor.request import NO_ADAPTER
 from scheduler.adapters import AdapterIndex
-from scheduler.indicators import INDEX_OF, INDICATORS, Column, IndicatorSource, require_indicator
+from scheduler.columns import Column
+from scheduler.indicators import INDEX_OF, INDICATORS, IndicatorSource, require_indicator
 
 Rows = npt.NDArray[np.intp]
 SECONDS_PER_MINUTE = 60.0
@@ -28,7 +29,7 @@ class RequestIndicators:
     tag_tokens: float = math.nan
     due_s: float = math.inf
     tpot_slo_s: float = math.inf
-    late: int = 0  # 1: its deadlines cannot be kept any more, and are given up
+    late: int = 0  # 1: it gave up its deadlines, as they cannot be kept or it takes long under overload
     prefix_class: Hashable = None
     adapter: int = NO_ADAPTER  # `predictor.request.adapter_number`
 

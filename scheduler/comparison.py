@@ -23,7 +23,8 @@ from scheduler.candidate import (
     with_delays_of,
 )
 from scheduler.candidates import Candidates, RequestIndicators, Rows
-from scheduler.indicators import INDICATORS, Column, IndicatorSource, roots_of
+from scheduler.columns import Column
+from scheduler.indicators import INDICATORS, IndicatorSource, roots_of
 from scheduler.instances import InstanceDirectory
 from scheduler.intentions import FORECAST_IN, NO_ANSWER, STATUS_OF, Answer, Ask, Reserve
 from scheduler.policy import Policy

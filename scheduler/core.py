@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from predictor.request import SERVE
 from scheduler.admission.late_work import LateWork
-from scheduler.admission.order import ARRIVAL_TURN, TURNS, WaitingRequest, turn_named
+from scheduler.admission.order import ARRIVAL_TURN, DEADLINE_TURN, SHORTEST_TURN, TURNS, WaitingRequest, turn_named
 from scheduler.admission.queue import (
     ASK_AGAIN_S,
     PATIENT_ASK_AGAIN_S,
@@ -33,6 +33,8 @@ from scheduler.prefix.prompt import PromptPrefixes
 from scheduler.sessions import SessionMemory
 
 MAX_MODELS = 1024  # whose admitted tokens and late work are counted; callers may name any adapter
+# Turns of other kinds say who goes first; there no request is late because it takes long.
+BY_TIME_OR_LENGTH = (ARRIVAL_TURN, DEADLINE_TURN, SHORTEST_TURN)
 MAX_POLICIES = 64  # that requests ask for by themselves
 MAX_HAND_OVER_S = 1.0  # a longer one was a fault, from which nothing is learned
 PREFILL_FADE = 0.001  # of the least time per prompt token, for each forecast
@@ -106,6 +108,7 @@ class SchedulerCore:
         self._refusals_of: tuple[str, ...] = ()
         self._shares: dict[str, ClassShares] = {}  # by model
         self._late_work: dict[str, LateWork] = {}  # by model
+        self.defers = self.rules.admission_turn in BY_TIME_OR_LENGTH
         self.least_prefill_token_s = 0.0  # from the first step to the first token, over the length of the prompt
         self._policies: dict[str, Policy] = {}
         self.policy = self.policy_named(policy) if isinstance(policy, str) else policy

@@ -25,9 +25,9 @@ from scheduler.admission.lateness import retry_after_s
 from scheduler.admission.wait import AdmissionWait, NextStep
 from scheduler.candidate import FALLBACK_ORDER, Candidate, CandidateStatus
 from scheduler.candidates import Candidates
+from scheduler.columns import Column
 from scheduler.comparison import NONE, Comparison
 from scheduler.explanation import Explanation, candidate_at, keep_indicators, keep_what_was_read
-from scheduler.indicators import Column
 from scheduler.instances import NoInstanceError, OverloadedError, RolePool
 from scheduler.intentions import NO_ANSWER, Answer, Ask, Intention, Placed, Reserve, Shed, Wait
 from scheduler.objectives import SHED as SHED_LATE
@@ -84,7 +84,7 @@ class Decision:
         if not self.policy.holds or self.request.dry_run:
             return self._attempt(now_s)
         admission = self.admission = AdmissionWait(self.core, self.request, self.policy)
-        if self.policy.long is not None:
+        if admission.may_be_deferred:
             try:
                 known = self._known(now_s)
             except (ValueError, NoInstanceError) as error:
@@ -168,6 +168,11 @@ class Decision:
             and self._asked is None
             and not self._is_placed
         )
+
+    @property
+    def gave_up(self) -> str:
+        """Why the request gave up its deadlines, `late` or `deferred`; empty where it did not."""
+        return "" if self.admission is None else self.admission.gave_up
 
     @property
     def wait_until_s(self) -> float:

@@ -27,10 +27,10 @@ import numpy.typing as npt
 from predictor.forecast_result import TO_THE_END
 from predictor.request import DECODE, SERVE
 from scheduler.candidate import Candidate, CandidateStatus
+from scheduler.columns import Column
 from scheduler.comparison import NO_CANDIDATES
 from scheduler.decision import Decision
 from scheduler.explanation import Explanation, notes_of
-from scheduler.indicators import Column
 from scheduler.instances import NoInstanceError, RolePool
 from scheduler.intentions import Answer, Ask, AskLegs, Intention, Release, Reserve
 from scheduler.pairs import PREDICTED, PairComparison

@@ -8,16 +8,21 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from predictor.forecast_result import Forecast
+from scheduler.admission.late_work import DEFERRED
 from scheduler.candidate import Candidate, CandidateStatus
+from scheduler.columns import Column
 from scheduler.comparison import NO_CANDIDATES, Comparison
-from scheduler.indicators import Column
-from scheduler.instances import NoInstanceError, age_of
+from scheduler.instances import LATE, NoInstanceError, age_of
 from scheduler.placement import DecisionBasis, Placement
 
 BASIS_OF = {
     CandidateStatus.NOT_QUERIED: DecisionBasis.BLIND,
     CandidateStatus.INDICATORS: DecisionBasis.INDICATORS,
     CandidateStatus.FORECAST: DecisionBasis.FORECAST,
+}
+GAVE_UP = {
+    LATE: "late, as no instance keeps its deadlines",
+    DEFERRED: "deferred, as it takes long and others would be late",
 }
 MAX_NAMED = 4  # instances that could not be compared
 MAX_REFUSED = 8  # instances that are named where none is left
@@ -224,6 +229,9 @@ def why(placement: Placement, num_candidates: int) -> str:
     if placement.held_s > 0:
         admitted = "" if placement.decision.is_admitted else ", not admitted by any instance"
         line += f"; held {placement.held_s:.3f} s{admitted}"
+    decision = placement.decision
+    if decision.gave_up and not decision.request.objective.is_best_effort:
+        line += f"; {GAVE_UP[decision.gave_up]}"
     return line + _without(skipped)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scheduler.candidates import RequestIndicators
-from scheduler.indicators import Column
+from scheduler.columns import Column
 
 
 class HotspotDetector:

@@ -9,29 +9,12 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from predictor.suggestions import did_you_mean
-
-Column = npt.NDArray[np.float64]
-
-
-class Columns(Protocol):
-    """Indicators by name, one value per instance, and the request's own numbers."""
-
-    @property
-    def prompt_tokens(self) -> int:
-        """The length of the request's prompt."""
-
-    @property
-    def tpot_slo_s(self) -> float:
-        """The request's target for the time per token; infinite without one."""
-
-    def __getitem__(self, name: str) -> Column:
-        """Return an indicator."""
+from scheduler.columns import Column, Columns
+from scheduler.tier_formulas import tier_cost_s, tier_fits, tier_ratio, tiers_matter, work_s
 
 
 class IndicatorSource(Enum):
@@ -156,7 +139,7 @@ OTHERS = (
     Indicator(
         name="late",
         unit="0 or 1",
-        meaning="1 where this request's deadlines cannot be kept any more, and are given up",
+        meaning="1 where this request gave up its deadlines: they cannot be kept, or it takes long under overload",
         source=IndicatorSource.REQUEST,
     ),
     Indicator(
@@ -210,76 +193,6 @@ OTHERS = (
     _forecast("predicted_unmeasured", "ratio", "of the forecast's time in batches outside of the profile's range"),
 )
 
-STRICTEST_S, LOOSEST_S = 1e-3, 10.0  # TPOT targets beyond these are all the same
-SAME_TIER = 1.05  # targets within this ratio are of the same tier
-
-
-def _bounded(targets_s: Column) -> Column:
-    """Return targets within these bounds; `numpy.clip` takes several times as long."""
-    return np.minimum(np.maximum(targets_s, STRICTEST_S), LOOSEST_S)
-
-
-def _bounded_target_s(of: Columns) -> float:
-    """Return the request's own target within these bounds."""
-    return min(max(of.tpot_slo_s, STRICTEST_S), LOOSEST_S)
-
-
-def _tier_ratio(of: Columns) -> Column:
-    """Return the bound of each instance over the request's target; instances have no tier in most clusters."""
-    target_s, num = _bounded_target_s(of), of["batch_size"]
-    ratio = np.where(num > 0, _bounded(of["least_tpot_slo_s"]) / target_s, num + np.inf)  # NaN where it is unknown
-    bound_s, closed = of["tier_tpot_s"], of["tier_closed"]
-    has_tier = bound_s < math.inf
-    if has_tier.any():
-        ratio = np.where(has_tier, _bounded(bound_s) / target_s, ratio)
-    if closed.any():
-        ratio = np.where(~has_tier & (closed > 0), np.inf, ratio)
-    return ratio
-
-
-def _tiers_matter(of: Columns) -> Column:
-    """Compare the mean of efficient steps with the shortest target; single instances have too few requests for one."""
-    efficient_s = of["efficient_step_s"]
-    known_s = efficient_s[efficient_s < math.inf]
-    matter = True
-    if len(known_s) and not (of["tier_tpot_s"] < math.inf).any():
-        shortest_s = min(of.tpot_slo_s, float(np.fmin.reduce(of["least_tpot_slo_s"], initial=math.inf)))
-        matter = float(np.add.reduce(known_s)) / len(known_s) > shortest_s
-    return np.full(len(efficient_s), float(matter))
-
-
-def _tier_cost_s(of: Columns) -> Column:
-    """Compare the request's cost in steps as short as the tier's with that in steps as long as its own target.
-
-    A step with an overhead of c and a length of L costs its requests L / (L - c) times what the best step does.
-    """
-    ratio, overhead_s = of["tier_ratio"], of["step_overhead_s"]
-    stricter, known_s = ratio < 1.0 / SAME_TIER, overhead_s[overhead_s < math.inf]
-    if not stricter.any():
-        return np.zeros(len(ratio))
-    if not len(known_s):
-        return np.where(stricter, math.inf, 0.0)
-    mean_s = float(np.add.reduce(known_s)) / len(known_s)
-    target_s = _bounded_target_s(of)
-    bound_s = np.minimum(ratio, 1.0) * target_s
-    extra = 1.0 / (1.0 - np.minimum(0.9, mean_s / bound_s)) - 1.0 / (1.0 - min(0.9, mean_s / target_s))
-    return np.where(stricter, of["work_s"] * extra, 0.0)
-
-
-def _work_s(of: Columns) -> Column:
-    """A decode costs what it does on the instance where most requests share a step."""
-    decode_s = float(np.fmin.reduce(of["decode_step_s"] / np.maximum(1.0, of["batch_size"]), initial=math.inf))
-    return of["new_prefill_tokens"] * of["prefill_token_s"] + of["tag_tokens"] * decode_s
-
-
-def _tier_fits(of: Columns) -> Column:
-    ratio, closed = of["tier_ratio"], of["tier_closed"]
-    fits = (ratio <= SAME_TIER) | (ratio == np.inf)
-    if closed.any():
-        fits &= (closed < 1) | ((ratio <= SAME_TIER) & (ratio >= 1.0 / SAME_TIER))
-    return np.where(np.isnan(ratio), np.nan, fits)
-
-
 DERIVED = (
     _derived(
         "gain_added",
@@ -308,7 +221,7 @@ DERIVED = (
         "the instance's `tier_tpot_s`, or else its `least_tpot_slo_s`, over this request's TPOT target; infinite where "
         "it has neither a tier nor a request, or is closed without a tier",
         ("least_tpot_slo_s", "tpot_slo_s", "batch_size", "tier_tpot_s", "tier_closed"),
-        _tier_ratio,
+        tier_ratio,
     ),
     _derived(
         "tier_fits",
@@ -316,7 +229,7 @@ DERIVED = (
         "1 where the instance's tier is that of this request or a stricter one, or where it has none yet; where it is "
         "closed, only that of this request fits",
         ("tier_ratio", "tier_closed"),
-        _tier_fits,
+        tier_fits,
     ),
     _derived(
         "tiers_matter",
@@ -324,7 +237,7 @@ DERIVED = (
         "1 where the mean of `efficient_step_s` is longer than the shortest TPOT target, of this request or those on "
         "any instance, so that strict targets cost more; also where that is not known, or the list has tiers",
         ("efficient_step_s", "least_tpot_slo_s", "tpot_slo_s", "tier_tpot_s"),
-        _tiers_matter,
+        tiers_matter,
     ),
     _derived(
         "num_used_blocks",
@@ -364,10 +277,10 @@ DERIVED = (
     _derived(
         "work_s",
         "s",
-        "that this request takes of the instance: its prefill, and its part of the steps that decode it, on the instance "
-        "where most share one",
+        "that this request takes of the instance: its prefill, and its part of the steps that decode it, on the one "
+        "where most share a step",
         ("new_prefill_tokens", "prefill_token_s", "tag_tokens", "decode_step_s", "batch_size"),
-        _work_s,
+        work_s,
     ),
     _derived(
         "tier_cost_s",
@@ -375,7 +288,7 @@ DERIVED = (
         "that serving this request costs more in steps as short as a stricter tier's than in steps of its own TPOT "
         "target, by the mean of `step_overhead_s`; 0 where the tier is not stricter, infinite where that is unknown",
         ("tier_ratio", "tpot_slo_s", "step_overhead_s", "work_s"),
-        _tier_cost_s,
+        tier_cost_s,
     ),
     _derived(
         "p_tokens",

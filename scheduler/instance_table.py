@@ -18,7 +18,8 @@ from scheduler.candidates import (
     RequestIndicators,
     Rows,
 )
-from scheduler.indicators import INDEX_OF, OTHERWISE, Column
+from scheduler.columns import Column
+from scheduler.indicators import INDEX_OF, OTHERWISE
 
 # What a request that is in flight adds to: requests, blocks, tokens.
 IN_FLIGHT = [INDEX_OF["num_reserved"], INDEX_OF["num_reserved_blocks"], INDEX_OF["queued_prefill_tokens"]]

@@ -13,8 +13,8 @@ from predictor.forecast_result import Forecast
 from predictor.request import DECODE, SERVE
 from scheduler.candidate import FORECAST_FIELDS, CandidateStatus
 from scheduler.candidates import Candidates, Rows
+from scheduler.columns import Column
 from scheduler.comparison import NONE, Comparison, rows_of
-from scheduler.indicators import Column
 from scheduler.intentions import NO_ANSWER, Answer
 
 SUMMED = ("delay_sum_s", "others_preempted", "others_missed", "gain_before", "gain_after")  # over both legs

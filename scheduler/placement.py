@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from predictor.forecast_result import Forecast
 from predictor.request import SERVE
 from scheduler.candidates import RequestIndicators, Rows
-from scheduler.indicators import Column
+from scheduler.columns import Column
 from scheduler.objectives import NO_OBJECTIVE, Objective
 from scheduler.prefix.prompt import NO_BLOCKS, PromptBlocks
 

@@ -10,8 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from scheduler.candidates import Candidates, Rows
+from scheduler.columns import Column
 from scheduler.expressions import Expression, condition, number
-from scheduler.indicators import Column, IndicatorSource, roots_of
+from scheduler.indicators import IndicatorSource, roots_of
 from scheduler.policies import entry_named
 from scheduler.policies.entry import PolicyEntry
 from scheduler.sessions import SESSION_HERE
@@ -121,7 +122,7 @@ class Policy:
         self.needs_delays = any(root.name in ON_OTHERS for root in roots)
         self._reads = (*entry.needs, *_needs_of(self._filter, self._tie_break, applies), *session_needs)
         self._verdicts_suffice = {patient: self._do_verdicts_suffice(patient=patient) for patient in (False, True)}
-        self.long = spec.parameters.get("long") if self.keeps_deadlines else None  # None: it defers no request
+        self.long = spec.parameters.get("long", 0.0) if self.keeps_deadlines else 0.0  # 0: it defers no request
         # that `least_slack_s` has to reach: of best effort, and of late requests
         self.min_slack_s = tuple(spec.parameters[name] for name in entry.least_slack or ()) or (0.0, 0.0)
         self.needs_session = any(root.source is IndicatorSource.SESSION for root in roots)

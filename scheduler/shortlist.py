@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from scheduler.candidates import Rows
-from scheduler.indicators import Column
+from scheduler.columns import Column
 
 BUFFER_SIZE = 1024  # random numbers that are generated at once
 

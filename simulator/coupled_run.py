@@ -12,8 +12,8 @@ from predictor.config import RECOMPUTE
 from predictor.loop import FOREVER
 from predictor.request import DECODE, LEGS, PREFILL
 from predictor.state import NONE
+from scheduler.columns import Column
 from scheduler.decision import Decision
-from scheduler.indicators import Column
 from scheduler.intentions import Ask, AskLegs, Intention, Reserve, Shed, Wait
 from simulator import coupled
 from simulator.events import WAKE

@@ -9,7 +9,7 @@ import numpy as np
 from predictor.request import NO_ADAPTER
 from predictor.state import RUNNING, WAITING
 from scheduler.adapters import AdapterIndex
-from scheduler.indicators import Column
+from scheduler.columns import Column
 from simulator.fleet_arrays import EngineArrays
 
 

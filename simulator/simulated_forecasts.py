@@ -11,7 +11,7 @@ from predictor.forecast import RESULT
 from predictor.lengths import quantile_medians
 from predictor.request import LEGS, PREFILL
 from predictor.state import State
-from scheduler.indicators import Column
+from scheduler.columns import Column
 from scheduler.intentions import Ask
 from scheduler.policy import Policy
 from simulator import forecast_kernels

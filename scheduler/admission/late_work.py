@@ -1,7 +1,7 @@
 """How much of the work is late, and which requests give up their deadlines so that few of them are late.
 
-An overload makes some work late: fewest requests where they are those that take longest (Moore and Hodgson 1968). These
-give up their deadlines when they arrive, as by the time that they are late they have kept others waiting.
+An overload makes some work late. The fewest requests are late if they are the longest ones (Moore and Hodgson 1968).
+These give up their deadlines when they arrive: by the time that they are late they have kept others waiting.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 
 from scheduler.admission.shares import left_after
 
+DEFERRED = "deferred"  # why a request gave up its deadlines, where it is not late itself
 OVERLOAD_S = 10.0  # after a request had to wait that was not late
 MIN_ARRIVALS, MAX_ARRIVALS = 32, 512  # by which the longest requests are known
-ARRIVALS_PER_BOUND = 8
+FOUND_FOR_ARRIVALS, FOUND_FOR_S = 8, 1.0  # how long the longest requests stay the same
 DEFERRED_WEIGHT = 0.8  # of deferred work; less than 1, so that deferring ends with the overload
 
 
@@ -25,8 +26,9 @@ class _Lane:
     late_s: float = 0.0
     all_s: float = 0.0
     counted_s: float = -math.inf
-    bound_s: float = math.inf  # requests that take at least as long have as much work as is late
+    bound_s: float = math.inf  # requests that take at least as long have no more work than is late
     mean_s: float = 0.0
+    found_s: float = -math.inf  # when these were found
     arrivals: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_ARRIVALS))
     num_arrived: int = 0
 
@@ -37,7 +39,8 @@ class _Lane:
         self.counted_s = max(now_s, self.counted_s)
 
     def find_bound(self) -> None:
-        """Find the longest requests that together have as much work as is late."""
+        """Find the longest requests that together have no more work than is late."""
+        self.found_s = self.counted_s
         total_s = sum(self.arrivals)
         self.mean_s, self.bound_s = total_s / len(self.arrivals), math.inf
         if len(self.arrivals) < MIN_ARRIVALS or self.late_s <= 0:
@@ -59,19 +62,19 @@ class LateWork:
         self._waited_s = -math.inf
 
     def arrived(self, lane: int, work_s: float, now_s: float, *, long: float) -> bool:
-        """Count a request; return whether it is to give up its deadlines.
+        """Count a request; return whether it is deferred: it gives up its deadlines, so that others keep theirs.
 
-        It is where other work would be late else, and the request takes at least `long` times the mean of its lane.
+        That is so where work was late recently, and the request takes at least `long` times the mean of its lane.
         """
-        of = self._lane(lane, now_s)
-        of.all_s += work_s
-        of.arrivals.append(work_s)
-        of.num_arrived += 1
-        if of.num_arrived % ARRIVALS_PER_BOUND == 0:
-            of.find_bound()
-        is_deferred = work_s >= max(of.bound_s, long * of.mean_s)
+        counts = self._lane(lane, now_s)
+        counts.all_s += work_s
+        counts.arrivals.append(work_s)
+        counts.num_arrived += 1
+        if counts.num_arrived % FOUND_FOR_ARRIVALS == 0 or now_s > counts.found_s + FOUND_FOR_S:
+            counts.find_bound()
+        is_deferred = work_s >= max(counts.bound_s, long * counts.mean_s)
         if is_deferred:
-            of.late_s += DEFERRED_WEIGHT * work_s
+            counts.late_s += DEFERRED_WEIGHT * work_s
         return is_deferred
 
     def became_late(self, lane: int, work_s: float, now_s: float) -> None:
@@ -87,8 +90,8 @@ class LateWork:
         return now_s - self._waited_s < OVERLOAD_S
 
     def _lane(self, lane: int, now_s: float) -> _Lane:
-        of = self._lanes.get(lane)
-        if of is None:
-            of = self._lanes[lane] = _Lane()
-        of.fade(now_s)
-        return of
+        counts = self._lanes.get(lane)
+        if counts is None:
+            counts = self._lanes[lane] = _Lane()
+        counts.fade(now_s)
+        return counts

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from scheduler.admission.order import FairTurns, HeadOf, WaitingRequest, are_level, by_arrival
 from scheduler.candidates import Rows
-from scheduler.indicators import Column
+from scheduler.columns import Column
 
 RETRY_S = 0.05  # mean pause between two attempts of the first request, at first
 ASK_AGAIN_S = 0.1  # until an instance that did not admit a request is asked again, if no request has finished there

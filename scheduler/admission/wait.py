@@ -12,18 +12,19 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from predictor.request import BEST_EFFORT, Slo
-from scheduler.admission.late_work import LateWork
+from predictor.request import BEST_EFFORT, SERVE, Slo
+from scheduler.admission.late_work import DEFERRED, LateWork
 from scheduler.admission.lateness import latest_start_s
 from scheduler.admission.order import WaitingRequest
 from scheduler.admission.queue import AdmissionQueue, lane_of, retry_pause_s
 from scheduler.candidates import Candidates, Rows
 from scheduler.comparison import HITS, Comparison, rows_of
-from scheduler.indicators import INDEX_OF, STRICTEST_S
+from scheduler.indicators import INDEX_OF
 from scheduler.instances import CLASS_LIMIT, LATE, QUEUE_FULL, TIMEOUT
-from scheduler.objectives import DEMOTE, SHED
+from scheduler.objectives import DEMOTE, SERVE_LATE, SHED
 from scheduler.placement import PlacementRequest, num_tokens_of
 from scheduler.policy import Policy
+from scheduler.tier_formulas import STRICTEST_S
 
 if TYPE_CHECKING:
     from scheduler.core import SchedulerCore
@@ -60,7 +61,8 @@ class AdmissionWait:
     refused_because = QUEUE_FULL
     passing: Rows | None = None  # the instances that it may ask before its turn: they refused a longer request
     _asks_all = True  # also the instances that have just refused
-    _work_s = 0.0  # of an instance, that the request takes
+    gave_up = ""  # why the request gave up its deadlines
+    _work_s = 0.0  # of an instance, that the request takes for each unit of its weight
     _latest_s = math.inf  # while it waits: when it may become too late to attain its deadlines
 
     def __init__(self, core: SchedulerCore, request: PlacementRequest, policy: Policy) -> None:
@@ -73,18 +75,23 @@ class AdmissionWait:
         self.is_patient = request.objective.is_best_effort
         self._lane = lane_of(request.indicators.tpot_slo_s, patient=self.is_patient)
 
+    @property
+    def may_be_deferred(self) -> bool:
+        """Whether the request is a new one with deadlines, which is served late rather than refused or demoted."""
+        request = self._request
+        is_new = request.leg == SERVE and not request.excluded
+        has_deadlines = self._due_s < math.inf and request.objective.when_late == SERVE_LATE
+        return is_new and has_deadlines and not self.is_patient and self._policy.long > 0 and self._core.defers
+
     def defer_if_long(self, known: Candidates, now_s: float) -> bool:
-        """Give up the deadlines of a new request that takes long, where much work is late; return whether it did."""
-        assert self._policy.long is not None
-        if self.is_patient or self._request.objective.when_late == SHED:
+        """Give up the deadlines of a request that takes long, where work is late; return whether it did."""
+        least_s = float(np.fmin.reduce(known["work_s"], initial=math.inf))
+        if not math.isfinite(least_s):  # the length of its response is not known
             return False
-        work_s = float(np.fmin.reduce(known["work_s"], initial=math.inf))
-        if not math.isfinite(work_s):  # the length of its response is not known
+        self._work_s = least_s / self._request.objective.weight
+        if not self._late_work.arrived(self._lane, self._work_s, now_s, long=self._policy.long):
             return False
-        self._work_s = work_s
-        if not self._late_work.arrived(self._lane, work_s, now_s, long=self._policy.long):
-            return False
-        self._give_up_deadlines()
+        self._give_up_deadlines(DEFERRED)
         return True
 
     @property
@@ -220,10 +227,11 @@ class AdmissionWait:
         prompt_s = self._core.least_prefill_token_s * self._request.indicators.prompt_tokens
         if self._work_s > 0 and self._due_s - self._request.arrived_s > prompt_s:  # an idle instance could keep them
             self._late_work.became_late(self._lane, self._work_s, now_s)
-        self._give_up_deadlines()
+        self._give_up_deadlines(LATE)
 
-    def _give_up_deadlines(self) -> None:
+    def _give_up_deadlines(self, why: str) -> None:
         """Leave the deadlines of others alone from now on."""
+        self.gave_up = why
         if self._request.objective.when_late == DEMOTE:
             self._demote()
         self.is_patient = True
@@ -267,7 +275,7 @@ class AdmissionWait:
         `refused` are the instances that have just refused it.
         """
         core, request, queue = self._core, self._request, self.queue
-        if not self.is_patient:
+        if not self.is_patient and self._due_s < math.inf:
             self._late_work.waits(now_s)
         if queue is not None and refused is not None and not self.is_patient:
             self._pass_turn(queue, rows_of(refused))

@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from scheduler.candidates import Candidates
+from scheduler.columns import Column
 from scheduler.expressions.checking import names_in, parse
-from scheduler.indicators import Column
 
 Value = Column | np.float64
 Part = Callable[[Candidates], Value]

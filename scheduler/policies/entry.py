@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from scheduler.candidates import Candidates
-from scheduler.indicators import Column
+from scheduler.columns import Column
 
 Score = Callable[[Candidates], Column]
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from scheduler.candidates import Candidates
-from scheduler.indicators import Column
+from scheduler.columns import Column
 from scheduler.policies.entry import Score
 
 OTHER = 1e9  # added to the scores of instances that are not considered

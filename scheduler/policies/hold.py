@@ -10,7 +10,7 @@ its response, and then preempt. Requests that wait at the scheduler go to the fi
 from __future__ import annotations
 
 from scheduler.candidates import Candidates
-from scheduler.indicators import Column
+from scheduler.columns import Column
 
 ADMITS = "predicted_queue_s < 0.5 and predicted_preemptions < 1"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from scheduler.candidates import Candidates
-from scheduler.indicators import Column
+from scheduler.columns import Column
 
 
 def lightest(candidates: Candidates) -> Column:

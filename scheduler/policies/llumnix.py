@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from scheduler.candidates import Candidates
-from scheduler.indicators import Column
+from scheduler.columns import Column
 
 
 def freest(candidates: Candidates) -> Column:

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import numpy as np
 
 from scheduler.candidates import Candidates
+from scheduler.columns import Column
 from scheduler.hotspots import HotspotDetector
-from scheduler.indicators import Column
 from scheduler.policies.entry import Score
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from scheduler.candidates import Candidates
-from scheduler.indicators import Column
+from scheduler.columns import Column
 
 
 def product(candidates: Candidates) -> Column:

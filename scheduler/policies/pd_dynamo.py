@@ -6,7 +6,7 @@ The prefill instance is that of Dynamo's KV router, the policy `dynamo`.
 from __future__ import annotations
 
 from scheduler.candidates import Candidates
-from scheduler.indicators import Column
+from scheduler.columns import Column
 
 
 def lightest(candidates: Candidates) -> Column:

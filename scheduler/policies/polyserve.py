@@ -19,9 +19,10 @@ from collections.abc import Mapping
 import numpy as np
 
 from scheduler.candidates import Candidates
-from scheduler.indicators import SAME_TIER, Column
+from scheduler.columns import Column
 from scheduler.policies import deadlines
 from scheduler.policies.entry import Score
+from scheduler.tier_formulas import SAME_TIER
 
 ADMITS = f"{deadlines.KEEPS} and {deadlines.FITS_TIER}"
 STRICTER, PENDING, EMPTY, LOOSER = 1e3, 1e5, 1e6, 1e9

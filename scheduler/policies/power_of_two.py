@@ -6,7 +6,7 @@ The table of policies sets the sample of two; the parameter `sample` changes it.
 from __future__ import annotations
 
 from scheduler.candidates import Candidates
-from scheduler.indicators import Column
+from scheduler.columns import Column
 
 
 def fewer(candidates: Candidates) -> Column:

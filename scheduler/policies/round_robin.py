@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from scheduler.candidates import Candidates
-from scheduler.indicators import Column
+from scheduler.columns import Column
 from scheduler.policies.entry import Score
 
 

@@ -22,7 +22,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from scheduler.candidates import Candidates
-from scheduler.indicators import Column
+from scheduler.columns import Column
 from scheduler.policies.entry import Score
 from scheduler.policies.tier_distance import EMPTY, EMPTY_OF_POOL, LOOSER, tier_distance
 

@@ -6,7 +6,8 @@ import numpy as np
 import numpy.typing as npt
 
 from scheduler.candidates import Candidates
-from scheduler.indicators import SAME_TIER, Column
+from scheduler.columns import Column
+from scheduler.tier_formulas import SAME_TIER
 
 EMPTY, STRICTER, EMPTY_OF_POOL, LOOSER = 1.0, 2.0, 9.0, 10.0
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from scheduler.indicators import Column
+from scheduler.columns import Column
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -91,6 +91,13 @@ class SchedulerMetrics:
             ("reason", "class"),
             registry=registry,
         )
+        self.served_late = Counter(
+            "block_scheduler_served_late",
+            "Requests that were placed after they gave up their deadlines, by reason: these cannot be kept (late), "
+            "or they take long under overload (deferred).",
+            ("reason",),
+            registry=registry,
+        )
         self.demoted = Counter(
             "block_scheduler_demoted",
             "Requests that went on as best effort, because no instance keeps their deadlines.",

@@ -11,11 +11,13 @@ import pytest
 from hypothesis import given
 
 from predictor.request import BEST_EFFORT, REAL_TIME, Slo
+from scheduler.admission.late_work import DEFERRED
 from scheduler.admission.queue import RETRY_S, lane_of
 from scheduler.admission.wait import MAX_LATE_S, MAX_PATIENT_S
 from scheduler.candidates import RequestIndicators
 from scheduler.core import SchedulerCore
 from scheduler.decision import Decision
+from scheduler.explanation import why
 from scheduler.instances import CLASS_LIMIT, LATE, QUEUE_FULL, TENANT_LIMIT, TIMEOUT, OverloadedError
 from scheduler.intentions import Answer, Ask, Intention, Placed, Reserve, Shed, Wait
 from scheduler.objectives import DEMOTE, SERVE_LATE, SHED, Objective
@@ -43,7 +45,7 @@ def place(
 ) -> tuple[Decision, Intention]:
     """Start the decision of a real-time request that arrives now."""
     slo = Slo(ttft_s=ttft_s, tpot_s=fields.pop("tpot_s", 0.05))
-    return start(core, Objective(slo=slo, when_late=when_late), now_s, **fields)
+    return start(core, Objective(slo=slo, when_late=when_late, weight=fields.pop("weight", 1.0)), now_s, **fields)
 
 
 def place_best_effort(core: SchedulerCore, now_s: float = NOW_S, **fields: Any) -> tuple[Decision, Intention]:
@@ -632,18 +634,18 @@ def test_no_decision_waits_twice_for_the_same_moment(script: Script) -> None:
     assert max(ticks.values(), default=0) <= 2 * len(script.arrivals) + 2
 
 
-def after_much_late_work(core: SchedulerCore, *, long: bool = True) -> None:
+def after_much_late_work(core: SchedulerCore) -> None:
     """Have a third of the work be late, of many short requests and some that take long."""
     for number in range(400):
-        work_s = 5.0 if long and number % 10 == 0 else 0.5
+        work_s = 5.0 if number % 10 == 0 else 0.5
         core.late_work_of("").arrived(lane_of(0.05, patient=False), work_s, NOW_S - 4.0 + 0.01 * number, long=math.inf)
         if number % 3 == 0:
             core.late_work_of("").became_late(lane_of(0.05, patient=False), work_s, NOW_S - 4.0 + 0.01 * number)
 
 
-def work_core(policy: str = POLICY) -> SchedulerCore:
+def work_core(policy: str = POLICY, **rules: Any) -> SchedulerCore:
     """A core over instances of which it is known how long they take for a prompt token."""
-    core = deadline_core(policy=policy)
+    core = deadline_core(policy=policy, **rules)
     for name in "ab":
         report(core, name, decode_step_s=0.01, prefill_token_s=0.001, num_running=1.0, least_tpot_slo_s=0.05)
     return core
@@ -663,21 +665,28 @@ def test_under_overload_a_request_that_takes_long_leaves_its_deadlines_at_once()
     now_s = NOW_S + 1.0  # the instances may be asked again
     another, ask = place(core, now_s, prompt_tokens=20_000)
     assert admit(another, answered(another, ask, now_s, attained="ab"), now_s) == "a"
-    demoted, _ = place(core, prompt_tokens=20_000, when_late=DEMOTE)
-    assert demoted.request.objective.is_best_effort
+    assert (another.gave_up, short.gave_up) == (DEFERRED, "")
+    assert why(another.placement, 2).endswith("deferred, as it takes long and others would be late")
 
 
 @pytest.mark.parametrize(
-    ("policy", "fields"),
+    ("policy", "rules", "fields"),
     [
-        (POLICY, {"when_late": SHED}),  # a refusal is final
-        (f"{POLICY}, long = 1000", {}),
-        ("polyserve", {}),
+        (POLICY, {}, {"when_late": SHED}),  # a refusal is final
+        (POLICY, {}, {"when_late": DEMOTE}),
+        (POLICY, {}, {"ttft_s": None}),  # it is never late
+        (POLICY, {}, {"weight": 100.0}),
+        (POLICY, {}, {"excluded": "c"}),  # it was sent before
+        (POLICY, {"admission_turn": "priority"}, {}),
+        (f"{POLICY}, long = 0", {}, {}),
+        ("polyserve", {}, {}),
     ],
 )
-def test_some_requests_keep_their_deadlines_however_long_they_take(policy: str, fields: dict[str, Any]) -> None:
-    """Those that would be refused, and those of policies that defer none."""
-    core = work_core(policy)
+def test_some_requests_keep_their_deadlines_however_long_they_take(
+    policy: str, rules: dict[str, Any], fields: dict[str, Any]
+) -> None:
+    """Those that would be refused or demoted, that are worth it, and those of policies and turns that defer none."""
+    core = work_core(policy, **rules)
     after_much_late_work(core)
     decision, ask = place(core, prompt_tokens=20_000, **fields)
     assert decision.request.indicators.late == 0

@@ -5,9 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-import pytest
-
-from scheduler.admission.late_work import DEFERRED_WEIGHT, MIN_ARRIVALS, OVERLOAD_S, LateWork
+from scheduler.admission.late_work import MIN_ARRIVALS, OVERLOAD_S, LateWork
 
 LANE, OTHER = -10, -6
 CAPACITY = 0.8  # of the work that arrives, which is served in time
@@ -83,7 +81,14 @@ def test_deferring_ends_with_the_overload() -> None:
     ]
     assert len(deferred) < 40
     assert max(deferred, default=0) < 1500
-    assert DEFERRED_WEIGHT < 1.0
+
+
+def test_what_was_late_long_ago_defers_nothing() -> None:
+    """Also where hardly any request comes."""
+    works = LateWork()
+    overloaded(works, 2000)
+    assert works.arrived(LANE, 6.0, 200.0, long=2.5)
+    assert not any(works.arrived(LANE, 6.0, 86_400.0 + 60.0 * number, long=2.5) for number in range(20))
 
 
 def test_lanes_have_their_own_work() -> None:
@@ -93,11 +98,10 @@ def test_lanes_have_their_own_work() -> None:
     assert not any(works.arrived(OTHER, work_s, 100.0, long=2.5) for work_s in heavy_tailed(500))
 
 
-@pytest.mark.parametrize("num", [1, MIN_ARRIVALS - 1])
-def test_a_few_requests_do_not_show_which_are_long(num: int) -> None:
+def test_a_few_requests_do_not_show_which_are_long() -> None:
     """Where few have arrived, none is deferred."""
     works = LateWork()
-    for number in range(num):
+    for number in range(MIN_ARRIVALS - 1):
         works.became_late(LANE, 1.0, 0.1 * number)
         assert not works.arrived(LANE, 100.0 * (number + 1) ** 2, 0.1 * number, long=0.5)
 

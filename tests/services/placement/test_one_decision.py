@@ -22,8 +22,9 @@ from predictor.request import CLASSES, DECODE, PREFILL, SERVE
 from protos.block.v1 import common_pb2, predictor_pb2, scheduler_pb2
 from scheduler.admission.order import turn_named
 from scheduler.candidate import CandidateStatus
+from scheduler.columns import Column
 from scheduler.disaggregation import SERVE_WHOLE, WITHOUT_POOL
-from scheduler.indicators import INDEX_OF, Column
+from scheduler.indicators import INDEX_OF
 from scheduler.intentions import Ask
 from scheduler.objectives import NO_OBJECTIVE
 from scheduler.placement import DecisionBasis

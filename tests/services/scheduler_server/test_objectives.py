@@ -180,6 +180,20 @@ def test_a_shed_request_is_told_why_and_when_to_retry(
     run(test)
 
 
+def test_a_request_that_is_served_late_is_counted(table: str) -> None:
+    """And its decision says so."""
+
+    async def test() -> None:
+        async with sidecars("a") as stubs, scheduler(stubs, objectives=table) as client:
+            with mock.patch.object(Decision, "gave_up", LATE):
+                decision = await client.decide(client.request(objective="chat"))
+            assert "; late, as no instance keeps its deadlines" in decision.why
+            assert not decision.demoted
+            assert client.count("block_scheduler_served_late_total", reason="late") == 1
+
+    run(test)
+
+
 def test_a_demoted_request_is_best_effort_for_sidecar_and_engine(table: str, tmp_path: Path) -> None:
     """Neither has its targets; the answer says so, and the record has what the request asked for."""
     record = tmp_path / "record"
