@@ -20,6 +20,10 @@ are conditional, so that no two decisions take the same room. All attainment is 
 - `machine.*`: how late requests were sent, and the share of the processors that was used. A run is limited by the
   machine (`cpu_limited` 1) where a hundredth of the requests was sent more than 50 ms late.
 
+What a class attains in overload differs much from run to run, live and simulated. With `--seeds N` each load runs N
+times, with other requests each time; results are means over the runs, and `*.difference.ci95` is half the width of the
+interval of the mean difference.
+
 With `--decision-ms`, the loads are only simulated, once for each of these times of a decision: what a class attains in
 overload depends on it.
 """
@@ -49,6 +53,7 @@ from services.load.request_format import RequestFormat
 from services.load.running import LoadLimits, run_plan
 from services.logs import configure
 from simulator.assembly import simulate
+from simulator.capacity import half_width
 from simulator.load_plan import Planned, Timing, planned, synthetic
 from simulator.load_report import SHED, RequestResult, served_requests
 from simulator.metrics import latencies
@@ -113,8 +118,11 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0, help="duration of each load, engine time")
     parser.add_argument("--speed", type=float, default=1.0, help="engine seconds per second")
     parser.add_argument("--schedulers", type=int, default=1)
-    parser.add_argument("--only", action="append", choices=("mixed", "fairness", "overload"), help="repeatable")
+    parser.add_argument(
+        "--only", action="append", help="a load, such as mixed.heavy, or all that start so, such as mixed; repeatable"
+    )
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seeds", type=int, default=1, help="runs of each load")
     parser.add_argument(
         "--decision-ms",
         type=float,
@@ -123,28 +131,56 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     configure("warning", "text")
-    only = arguments.only or ["mixed", "fairness", "overload"]
-    cases = [case for case in cases_of(arguments) if case.name.partition(".")[0] in only]
+    cases = [case for case in cases_of(arguments) if is_among(case.name, arguments.only)]
+    if not cases:
+        names = dict.fromkeys(case.name for case in cases_of(arguments))
+        parser.error(f"--only: no load is named so; there are {', '.join(names)}")
     if arguments.decision_ms:
-        rows = [row for case in cases for row in rows_by_decision_time(case, arguments)]
+        rows = means([row for case in cases for row in rows_by_decision_time(case, arguments)])
         report("accuracy_promises", rows, as_json=arguments.json, settings=vars(arguments))
         return
     with tempfile.TemporaryDirectory() as folder:
         tables = Path(folder, "promises.toml")
         tables.write_text(TABLES, encoding="utf-8")
         live = uvloop.run(run_live(cases, str(tables), arguments))
-    decision_s = arguments.speed * min(decision_s_of(run.results) for run in live.values())
+    decision_s = arguments.speed * min(decision_s_of(run.results) for run in live)
     scenario = scenario_of(arguments, decision_s)
-    rows = [row for case in cases for row in rows_of(case, live[case.name], scenario, arguments.speed)]
+    pairs = zip(cases, live, strict=True)
+    rows = means([row for case, run in pairs for row in rows_of(case, run, scenario, arguments.speed)])
     rows.append({"name": "machine.decision_s", "value": decision_s, "unit": "engine s", "n": len(cases)})
     report("accuracy_promises", rows, as_json=arguments.json, settings=vars(arguments))
 
 
+def is_among(name: str, only: Sequence[str] | None) -> bool:
+    """Return whether a load was asked for."""
+    return not only or any(name == one or name.startswith(f"{one}.") for one in only)
+
+
+def means(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the means of rows with equal names, and intervals of differences."""
+    by_name: dict[str, list[dict[str, Any]]] = {}
+    for one in rows:
+        by_name.setdefault(one["name"], []).append(one)
+    found = []
+    for name, alike in by_name.items():
+        values, num = [one["value"] for one in alike], sum(one["n"] for one in alike)
+        found.append({**alike[0], "value": float(np.mean(values)), "n": num})
+        if name.endswith(".difference") and len(values) > 1:
+            found.append({**alike[0], "name": f"{name}.ci95", "value": half_width(values), "n": len(values)})
+    return found
+
+
 def cases_of(arguments: argparse.Namespace) -> list[PromiseRun]:
+    """Return all loads, the lightest first; each as often as there are seeds."""
+    seeds = range(arguments.seed, arguments.seed + arguments.seeds)
+    return [case for seed in seeds for case in cases_with(seed, arguments.seconds)]
+
+
+def cases_with(seed: int, seconds: float) -> list[PromiseRun]:
     """Return all loads, the lightest first."""
 
     def case(name: str, mix: Mix, rate: float) -> PromiseRun:
-        return PromiseRun(name=name, mix=mix, rate=rate, seconds=arguments.seconds, seed=arguments.seed)
+        return PromiseRun(name=name, mix=mix, rate=rate, seconds=seconds, seed=seed)
 
     share = 0.25 * CAPACITY  # of each tenant: half of what the engines can serve
     return [
@@ -167,7 +203,7 @@ def plan_of(case: PromiseRun) -> list[Planned]:
 # Live.
 
 
-async def run_live(cases: Sequence[PromiseRun], tables: str, arguments: argparse.Namespace) -> dict[str, LiveRun]:
+async def run_live(cases: Sequence[PromiseRun], tables: str, arguments: argparse.Namespace) -> list[LiveRun]:
     """Start the system, and send it one load after the other."""
     flags = [part for name, value in ENGINE.items() for part in (f"--{name.replace('_', '-')}", str(value))]
     settings = ClusterSettings(
@@ -179,7 +215,7 @@ async def run_live(cases: Sequence[PromiseRun], tables: str, arguments: argparse
                          "--deadline-margin-ms", str(MARGIN_MS)),
     )  # fmt: skip
     async with running(settings) as cluster:
-        return {case.name: await sent(case, cluster, arguments.speed) for case in cases}
+        return [await sent(case, cluster, arguments.speed) for case in cases]
 
 
 async def sent(case: PromiseRun, cluster: Cluster, speed: float) -> LiveRun:

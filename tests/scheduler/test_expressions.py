@@ -275,3 +275,22 @@ def test_random_formulas_are_understood_or_refused() -> None:
         except ValueError:
             pass
     assert understood > 20
+
+
+@pytest.mark.parametrize(
+    ("text", "reads"),
+    [
+        ("num_running > 9 and num_waiting < 9", False),
+        ("num_running < 9 and num_waiting < 9", True),
+        ("num_running < 9 or num_waiting < 9", False),
+        ("num_running > 9 or num_waiting < 9", True),
+        ("num_running > 0 or num_waiting < 9", True),  # one instance has none
+    ],
+)
+def test_a_side_that_decides_nothing_is_not_computed(text: str, reads: bool) -> None:
+    """The condition is the same, also where numbers are unknown."""
+    candidates = fleet(num_running=[0, 1, 2], num_waiting=[0, 9, math.nan])
+    holds = condition(text).holds(candidates)
+    assert ("num_waiting" in candidates.columns) is reads
+    whole = number(f"1 if {text} else 0")(candidates)  # computes both sides
+    assert holds.tolist() == (whole == 1.0).tolist()

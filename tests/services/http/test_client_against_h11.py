@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 import h11
+import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -230,6 +231,9 @@ def valid_exchanges(draw: st.DrawFn) -> list[list[Any]]:
     return exchanges
 
 
+MORE = st.binary(min_size=1, max_size=9).filter(lambda more: more.strip(b"\r\n"))
+
+
 @st.composite
 def broken_exchanges(draw: st.DrawFn) -> list[list[Any]]:
     """A response that is cut off, goes on behind its end, or is wrong in one of many ways."""
@@ -240,7 +244,7 @@ def broken_exchanges(draw: st.DrawFn) -> list[list[Any]]:
         return [[*(cut(draw, data) if data else []), *([EOF] if fault == "truncated" else [])]]
     if until_close:
         return [[*cut(draw, data), EOF]]
-    return [cut(draw, data + (draw(st.binary(min_size=1, max_size=9)) if fault == "more" else data))]
+    return [cut(draw, data + (draw(MORE) if fault == "more" else data))]
 
 
 INVALID = (
@@ -296,6 +300,15 @@ def test_responses_that_are_cut_off_or_go_on_mean_the_same(exchanges: list[list[
     """What is missing is waited for, or is an error; what is there too much never becomes part of a response."""
     ours, theirs = both(exchanges)
     assert ours == theirs
+
+
+@pytest.mark.parametrize("more", [b"\r", b"\n", b"\r\n\r\n"])
+def test_line_breaks_behind_a_response_are_ignored(more: bytes) -> None:
+    """The client's parser skips them before the next response, where h11 does not use the connection again."""
+    ok = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
+    ours, theirs = both([[ok + more], [ok]])
+    assert [one.is_reusable for one in theirs] == [False]
+    assert [(one.status, one.body, one.is_reusable) for one in ours] == 2 * [(200, b"ok", True)]
 
 
 @LIMITS
