@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import pytest
 from hypothesis import given
 
 from predictor.request import BEST_EFFORT, REAL_TIME, Slo
-from scheduler.admission.late_work import DEFERRED
+from scheduler.admission.late_work import DEFERRED, LateWork
 from scheduler.admission.queue import RETRY_S, lane_of
 from scheduler.admission.wait import MAX_LATE_S, MAX_PATIENT_S
 from scheduler.candidates import RequestIndicators
@@ -589,6 +590,7 @@ def check_ends(script: Script, seen: Counter[str]) -> None:
         assert not is_demoted or (asked.when_late == DEMOTE and decision.request.objective.is_best_effort)
         seen[kind] += 1
         seen["demoted"] += is_demoted
+        seen["deferred"] += decision.gave_up == DEFERRED
         seen["held"] += decision.admission is not None and decision.admission.joined_s > 0
     for name, sidecar in driver.sidecars.items():
         reserved = {number: kind for number, kinds in legs.items() for at, kind in kinds.items() if at == name}
@@ -600,9 +602,11 @@ def check_ends(script: Script, seen: Counter[str]) -> None:
 
 
 @pytest.mark.parametrize("roles", [False, True], ids=["", "roles"])
-def test_every_decision_ends_and_leaves_nothing_behind(roles: bool) -> None:
-    """In random scripts with lanes, limits and impatient callers, also with two legs."""
+def test_every_decision_ends_and_leaves_nothing_behind(roles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In random scripts with lanes, limits and impatient callers, also with two legs, and with deferred requests."""
     seen = Counter[str]()
+    numbers = count()
+    monkeypatch.setattr(LateWork, "arrived", lambda *_, **__: next(numbers) % 2 == 0)  # each other one
 
     @examples(150)
     @given(promises(roles=roles, patient=False))
@@ -610,7 +614,7 @@ def test_every_decision_ends_and_leaves_nothing_behind(roles: bool) -> None:
         check_ends(script, seen)
 
     check()
-    assert min(seen[kind] for kind in ("Placed", "Shed", "demoted", "held", "OverloadedError")) >= 5, seen
+    assert min(seen[kind] for kind in ("Placed", "Shed", "demoted", "held", "deferred", "OverloadedError")) >= 5, seen
 
 
 @examples(100)
