@@ -84,7 +84,7 @@ class Decision:
         if not self.policy.holds or self.request.dry_run:
             return self._attempt(now_s)
         admission = self.admission = AdmissionWait(self.core, self.request, self.policy)
-        if admission.may_be_deferred:
+        if admission.may_be_deferred(now_s):
             try:
                 known = self._known(now_s)
             except (ValueError, NoInstanceError) as error:

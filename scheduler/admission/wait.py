@@ -75,13 +75,16 @@ class AdmissionWait:
         self.is_patient = request.objective.is_best_effort
         self._lane = lane_of(request.indicators.tpot_slo_s, patient=self.is_patient)
 
-    @property
-    def may_be_deferred(self) -> bool:
-        """Whether the request is a new one with deadlines, which is served late rather than refused or demoted."""
+    def may_be_deferred(self, now_s: float) -> bool:
+        """Whether the request is a new one with deadlines, which is served late rather than refused or demoted.
+
+        What requests take of the instances is counted under overload only: else nothing is late.
+        """
         request = self._request
         is_new = request.leg == SERVE and not request.excluded
         has_deadlines = self._due_s < math.inf and request.objective.when_late == SERVE_LATE
-        return is_new and has_deadlines and not self.is_patient and self._policy.long > 0 and self._core.defers
+        defers = self._policy.long > 0 and self._core.defers and self._late_work.is_overload(now_s)
+        return defers and is_new and has_deadlines and not self.is_patient
 
     def defer_if_long(self, known: Candidates, now_s: float) -> bool:
         """Give up the deadlines of a request that takes long, where work is late; return whether it did."""

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 
 from predictor.request import BEST_EFFORT, REAL_TIME, Slo
-from scheduler.admission.late_work import DEFERRED, LateWork
+from scheduler.admission.late_work import DEFERRED, OVERLOAD_S, LateWork
 from scheduler.admission.queue import RETRY_S, lane_of
 from scheduler.admission.wait import MAX_LATE_S, MAX_PATIENT_S
 from scheduler.candidates import RequestIndicators
@@ -606,6 +606,7 @@ def test_every_decision_ends_and_leaves_nothing_behind(roles: bool, monkeypatch:
     """In random scripts with lanes, limits and impatient callers, also with two legs, and with deferred requests."""
     seen = Counter[str]()
     numbers = count()
+    monkeypatch.setattr(LateWork, "is_overload", lambda *_: True)
     monkeypatch.setattr(LateWork, "arrived", lambda *_, **__: next(numbers) % 2 == 0)  # each other one
 
     @examples(150)
@@ -640,6 +641,7 @@ def test_no_decision_waits_twice_for_the_same_moment(script: Script) -> None:
 
 def after_much_late_work(core: SchedulerCore) -> None:
     """Have a third of the work be late, of many short requests and some that take long."""
+    core.late_work_of("").waits(NOW_S)
     for number in range(400):
         work_s = 5.0 if number % 10 == 0 else 0.5
         core.late_work_of("").arrived(lane_of(0.05, patient=False), work_s, NOW_S - 4.0 + 0.01 * number, long=math.inf)
@@ -682,6 +684,7 @@ def test_under_overload_a_request_that_takes_long_leaves_its_deadlines_at_once()
         (POLICY, {}, {"weight": 100.0}),
         (POLICY, {}, {"excluded": "c"}),  # it was sent before
         (POLICY, {"admission_turn": "priority"}, {}),
+        (POLICY, {}, {"now_s": NOW_S + OVERLOAD_S}),  # no other has had to wait since
         (f"{POLICY}, long = 0", {}, {}),
         ("polyserve", {}, {}),
     ],
@@ -692,7 +695,7 @@ def test_some_requests_keep_their_deadlines_however_long_they_take(
     """Those that would be refused or demoted, that are worth it, and those of policies and turns that defer none."""
     core = work_core(policy, **rules)
     after_much_late_work(core)
-    decision, ask = place(core, prompt_tokens=20_000, **fields)
+    decision, ask = place(core, fields.pop("now_s", NOW_S), prompt_tokens=20_000, **fields)
     assert decision.request.indicators.late == 0
     assert isinstance(ask, Ask)
 
