@@ -115,6 +115,15 @@ ADMISSION = (
         stacked=True,
     ),
     one(
+        "Served late",
+        rate("block_scheduler_served_late_total", by=("reason",)),
+        "Placed after they gave up their deadlines. `late`: no instance can keep these; `deferred`: they take long "
+        "under overload, so that others are in time.",
+        legend="{{reason}}",
+        unit="reqps",
+        stacked=True,
+    ),
+    one(
         "Demoted",
         rate("block_scheduler_demoted_total"),
         "Requests that go on as best effort, because no instance keeps their deadlines.",
