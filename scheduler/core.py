@@ -108,7 +108,7 @@ class SchedulerCore:
         self._refusals_of: tuple[str, ...] = ()
         self._shares: dict[str, ClassShares] = {}  # by model
         self._late_work: dict[str, LateWork] = {}  # by model
-        self.defers = self.rules.admission_turn in BY_TIME_OR_LENGTH
+        self.defers = self.rules.admission_turn in BY_TIME_OR_LENGTH  # requests that take long, under overload
         self.least_prefill_token_s = 0.0  # from the first step to the first token, over the length of the prompt
         self._policies: dict[str, Policy] = {}
         self.policy = self.policy_named(policy) if isinstance(policy, str) else policy

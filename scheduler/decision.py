@@ -52,7 +52,6 @@ class Decision:
     reserved_for_s: float | None = None
     _compares = Comparison
     _pool: RolePool | None = None  # of all instances
-    _just_known: Candidates | None = None  # by a new request, which is compared on them at once
     _asked: Ask | None = None  # for forecasts, which have not come yet
     _has_verdicts = False  # forecasts say only which deadlines are kept
     _forecasts_anyway = False  # the chosen instance, where the policy does without
@@ -71,8 +70,7 @@ class Decision:
 
     def _reset(self) -> None:
         """Forget an attempt."""
-        self.comparison = self._compares(self.policy, self.core.instances)
-        self._asked = self._just_known = None
+        self.comparison, self._asked = self._compares(self.policy, self.core.instances), None
         self.comparison.leg = self.request.leg
         if self.admission is not None:
             self.comparison.is_patient = self.admission.is_patient
@@ -86,11 +84,9 @@ class Decision:
         admission = self.admission = AdmissionWait(self.core, self.request, self.policy)
         if admission.may_be_deferred(now_s):
             try:
-                known = self._known(now_s)
+                admission.defer_if_long(self._known(now_s), now_s)
             except (ValueError, NoInstanceError) as error:
                 return self._shed(error, now_s)
-            if not admission.defer_if_long(known, now_s):
-                self._just_known = known
         self.comparison.is_patient = admission.is_patient
         return self._wait(now_s) if admission.is_behind_others else self._attempt(now_s)
 
@@ -206,9 +202,6 @@ class Decision:
 
     def _known(self, now_s: float) -> Candidates:
         """Return the healthy instances that may serve the request, as they are known; NoInstanceError if none may."""
-        if self._just_known is not None:
-            known, self._just_known = self._just_known, None
-            return known
         core, request, policy = self.core, self.request, self.policy
         instances, rows = core.instances, request.rows
         if not request.any_model:

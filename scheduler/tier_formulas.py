@@ -1,4 +1,4 @@
-"""The formulas of indicators about tiers: how strict an instance is for a request, and what that is worth."""
+"""The formulas of indicators about tiers: how strict an instance is for a request, and what work it is there."""
 
 from __future__ import annotations
 

@@ -198,7 +198,7 @@ LOOSEST = 100  # the lane of requests without a target for the time per token
 
 
 def lane_of(tpot_slo_s: float, *, patient: bool) -> int:
-    """Return the lane of requests with about this target; `patient` ones are best effort, or late already.
+    """Return the lane of requests with about this target; `patient` ones are best effort, late already, or deferred.
 
     A lower lane is stricter. Targets within half an octave share a lane, so that there are few of them.
     """

@@ -50,7 +50,7 @@ class NextStep(Enum):
 class AdmissionWait:
     """The wait of one request, by a policy that holds requests; it starts before the request joins the queue.
 
-    A patient request is best effort, or late already: it must leave the deadlines of others alone.
+    A patient request is best effort, late already, or deferred: it must leave the deadlines of others alone.
     """
 
     queue: AdmissionQueue | None = None  # while it waits there, or tries between two waits
@@ -75,6 +75,8 @@ class AdmissionWait:
         self.is_patient = request.objective.is_best_effort
         self._lane = lane_of(request.indicators.tpot_slo_s, patient=self.is_patient)
 
+    # Whether it is deferred.
+
     def may_be_deferred(self, now_s: float) -> bool:
         """Whether the request is a new one with deadlines, which is served late rather than refused or demoted.
 
@@ -86,16 +88,13 @@ class AdmissionWait:
         defers = self._policy.long > 0 and self._core.defers and self._late_work.is_overload(now_s)
         return defers and is_new and has_deadlines and not self.is_patient
 
-    def defer_if_long(self, known: Candidates, now_s: float) -> bool:
-        """Give up the deadlines of a request that takes long, where work is late; return whether it did."""
+    def defer_if_long(self, known: Candidates, now_s: float) -> None:
+        """Give up the deadlines of a request that takes long, where work is late."""
         least_s = float(np.fmin.reduce(known["work_s"], initial=math.inf))
-        if not math.isfinite(least_s):  # the length of its response is not known
-            return False
-        self._work_s = least_s / self._request.objective.weight
-        if not self._late_work.arrived(self._lane, self._work_s, now_s, long=self._policy.long):
-            return False
-        self._give_up_deadlines(DEFERRED)
-        return True
+        if math.isfinite(least_s):  # otherwise the length of its response is not known
+            self._work_s = least_s / self._request.objective.weight
+            if self._late_work.arrived(self._lane, self._work_s, now_s, long=self._policy.long):
+                self._give_up_deadlines(DEFERRED)
 
     @property
     def _late_work(self) -> LateWork:

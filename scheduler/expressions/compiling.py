@@ -73,7 +73,7 @@ def _truth(node: ast.expr) -> Part:
     """Compile a condition that nothing depends on where it is unknown, which costs less."""
     if isinstance(node, ast.BoolOp):
         truths = [_truth(value) for value in node.values]
-        return _all_of(truths) if isinstance(node.op, ast.And) else _any_of(truths)
+        return _until_decided(*DECIDED_BY[type(node.op)], truths)
     if isinstance(node, ast.Compare) and not any(isinstance(op, ast.NotEq) for op in node.ops):
         sides = [_part(side, NUMBER) for side in (node.left, *node.comparators)]
         compared = zip(node.ops, sides, sides[1:], strict=False)
@@ -82,25 +82,17 @@ def _truth(node: ast.expr) -> Part:
     return lambda candidates: part(candidates) == 1.0
 
 
-def _all_of(truths: list[Part]) -> Part:
+def _until_decided(
+    join: Callable[[Value, Value], Any], is_decided: Callable[[Value], bool], truths: list[Part]
+) -> Part:
+    """Join conditions; those behind the one that decides for all candidates are not computed."""
+
     def part(candidates: Candidates) -> Value:
         holds = truths[0](candidates)
         for truth in truths[1:]:
-            if not holds.any():
+            if is_decided(holds):
                 break
-            holds = np.logical_and(holds, truth(candidates))
-        return holds
-
-    return part
-
-
-def _any_of(truths: list[Part]) -> Part:
-    def part(candidates: Candidates) -> Value:
-        holds = truths[0](candidates)
-        for truth in truths[1:]:
-            if holds.all():
-                break
-            holds = np.logical_or(holds, truth(candidates))
+            holds = join(holds, truth(candidates))
         return holds
 
     return part
@@ -213,6 +205,10 @@ ARITHMETIC: dict[type[ast.operator], Callable[[Value, Value], Value]] = {
     ast.Pow: np.power,
 }
 LOGIC: dict[type[ast.boolop], Callable[[Value, Value], Value]] = {ast.And: _and, ast.Or: _or}
+DECIDED_BY: dict[type[ast.boolop], tuple[Callable[[Value, Value], Any], Callable[[Value], bool]]] = {
+    ast.And: (np.logical_and, lambda holds: not holds.any()),
+    ast.Or: (np.logical_or, lambda holds: bool(holds.all())),
+}
 PLAIN: dict[type[ast.cmpop], Callable[[Value, Value], Any]] = {  # false where a side is unknown, but for the last
     ast.Lt: operator.lt,
     ast.LtE: operator.le,

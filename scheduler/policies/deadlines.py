@@ -5,9 +5,9 @@ engine for longer than `backlog` seconds waits at the scheduler instead: there i
 tenants get their turns, and a request that will be late leaves in time. Where its prefix is cached it may wait longer,
 by `hits` times the prefill that this saves.
 
-Patient requests, which have no deadlines or are late already, go where no other misses one because of them, and all
-keep `slack` or `late_slack` seconds for the next request with deadlines. They wait for a third of `backlog`, so that
-they fill only what others leave.
+Patient requests have no deadlines, are late already or are deferred. They go where no other misses one because of them,
+and all keep `slack` or `late_slack` seconds for the next request with deadlines. They wait for a third of `backlog`, so
+that they fill only what others leave.
 """
 
 from __future__ import annotations

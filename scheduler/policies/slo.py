@@ -12,7 +12,8 @@ Where a prefix of the prompt is cached, `hits` times the prefill that this saves
 instance is as good as one of the own tier if the prefix saves more than its shorter steps cost (`tier_cost_s`).
 
 Best effort goes first to instances that have no deadline to keep, then to the loosest, and so do late requests: to the
-busiest of these, so that few instances miss deadlines. They wait while others wait that can be in time.
+busiest of these, so that few instances miss deadlines. They wait while others wait that can be in time. Under overload
+requests that take at least `long` times the mean are late, so that they are few (`scheduler/admission/late_work.py`).
 """
 
 from __future__ import annotations

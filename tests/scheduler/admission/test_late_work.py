@@ -18,9 +18,7 @@ def heavy_tailed(num: int, seed: int = 1) -> Iterator[float]:
         yield rng.uniform(4.0, 6.0) if rng.random() < 0.1 else rng.uniform(0.4, 0.7)
 
 
-def overloaded(
-    works: LateWork, num: int, *, long: float = 2.5, start_s: float = 0.0
-) -> tuple[list[float], list[float]]:
+def overloaded(works: LateWork, num: int, *, long: float = 2.5) -> tuple[list[float], list[float]]:
     """Have requests arrive, ten a second; return the works of those that were deferred, and became late else.
 
     Every request that is not deferred is late by chance, as often as the rest exceeds the capacity.
@@ -30,7 +28,7 @@ def overloaded(
     late: list[float] = []
     total_s = deferred_s = 0.0
     for number, work_s in enumerate(heavy_tailed(num)):
-        now_s = start_s + number / 10.0
+        now_s = number / 10.0
         total_s += work_s
         if works.arrived(LANE, work_s, now_s, long=long):
             deferred.append(work_s)
