@@ -6,6 +6,8 @@ import math
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Summary
 
+from scheduler.admission.late_work import DEFERRED
+from scheduler.instances import LATE
 from scheduler.placement import Placement
 from services.bounded_label import BoundedLabel
 from services.latency_buckets import LATENCIES_S
@@ -98,6 +100,8 @@ class SchedulerMetrics:
             ("reason",),
             registry=registry,
         )
+        for reason in (LATE, DEFERRED):
+            self.served_late.labels(reason)  # 0 from the start, so that a rate counts the first request, too
         self.demoted = Counter(
             "block_scheduler_demoted",
             "Requests that went on as best effort, because no instance keeps their deadlines.",

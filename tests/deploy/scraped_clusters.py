@@ -85,6 +85,7 @@ HEADERS: tuple[dict[str, str], ...] = (
     {"x-slo-tpot-ms": "60", "x-block-class": "best-effort", "x-llm-d-inference-fairness-id": "bob"},
     {"x-slo-ttft-ms": "1", "x-block-when-late": "shed"},
     {"x-slo-ttft-ms": "1", "x-block-when-late": "demote"},
+    {"x-slo-ttft-ms": "1", "x-block-when-late": "serve"},
 )
 
 
