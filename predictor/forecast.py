@@ -170,13 +170,8 @@ def _combined(candidate: Placeable, forecasts: Sequence[Forecast]) -> Forecast:
 @small_kernel
 def stop_counting_on_time(state: State) -> None:
     """Count the tokens on time of no request that is there: without delays only the candidate's are asked for."""
-    engine, requests = state.engine[0], state.requests
-    for position in range(engine.num_running):
-        requests[state.running[position]].tokens_on_time = NONE
-    for position in range(engine.num_waiting):
-        requests[queues.waiting_at(state, position)].tokens_on_time = NONE
-    for position in range(engine.num_pending):
-        requests[state.pending[queues.at(engine.pending_head, position, len(state.pending))]].tokens_on_time = NONE
+    for place in range(queues.num_present(state)):
+        state.requests[queues.present_at(state, place)].tokens_on_time = NONE
 
 
 def simulation_with(drive: Callable[..., None], layer: Callable[[State, State, int], State]) -> Callable[..., None]:
@@ -283,16 +278,10 @@ def attains(state: State, slot: int) -> bool:
 @kernel
 def compare(source: State, shared: State, alone: State, after: State, slot: int, result: np.record) -> None:
     """Record what the candidate does to the others: delays, preemptions, missed deadlines and gain."""
-    engine = source.engine[0]
     result.delay_sum_s = result.delay_worst_s = result.gain_before = result.gain_after = 0.0
     result.others_missed = 0
-    for position in range(engine.num_running):
-        _compare_one(source, shared, alone, after, source.running[position], result)
-    for position in range(engine.num_waiting):
-        _compare_one(source, shared, alone, after, queues.waiting_at(source, position), result)
-    for position in range(engine.num_pending):
-        slot_of_other = source.pending[(engine.pending_head + position) % len(source.pending)]
-        _compare_one(source, shared, alone, after, slot_of_other, result)
+    for place in range(queues.num_present(source)):
+        _compare_one(source, shared, alone, after, queues.present_at(source, place), result)
     result.gain_after += gain_of(after, slot, 0)
     result.least_slack_s = after.engine[0].least_slack_s
     preemptions = after.engine[0].num_preemptions - alone.engine[0].num_preemptions

@@ -36,6 +36,25 @@ def waiting_at(state: State, position: int) -> int:
 
 
 @small_kernel
+def num_present(state: State) -> int:
+    """Return the number of requests that run, wait or arrive."""
+    engine = state.engine[0]
+    return int(engine.num_running + engine.num_waiting + engine.num_pending)
+
+
+@small_kernel
+def present_at(state: State, place: int) -> int:
+    """Return one of the requests that run, wait or arrive."""
+    engine = state.engine[0]
+    if place < engine.num_running:
+        return int(state.running[place])
+    place -= engine.num_running
+    if place < engine.num_waiting:
+        return int(waiting_at(state, place))
+    return int(state.pending[at(engine.pending_head, place - engine.num_waiting, len(state.pending))])
+
+
+@small_kernel
 def goes_before(state: State, slot: int, other: int) -> bool:
     """Order by priority, then arrival, then id, as vLLM's `Request.__lt__`: the lower one goes first."""
     a, b = state.requests[slot], state.requests[other]

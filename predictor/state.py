@@ -23,7 +23,7 @@ PLAIN_LAYOUT, SWAP_LAYOUT, TWO_ENDED_LAYOUT = range(len(KV_LAYOUTS))
 PENDING, WAITING, RUNNING, FINISHED = 0, 1, 2, 3
 
 # When the run of a forecast ends early: as soon as certainly no setback follows, or also at the next setback.
-NEVER, WHEN_KEPT, AT_SETBACK = range(3)
+NEVER, AT_SETBACK = range(2)
 
 # Expected numbers of tokens are summed up and rounded down, so a half at the start rounds to the nearest.
 HALF_CREDIT = 0.5
@@ -133,7 +133,7 @@ ENGINE = np.dtype(
         ("fruitless_preemptions", "i8"),  # preemptions since a request last produced a token
         ("least_slack_s", "f8"),  # from a token to its deadline, of requests without a late token
         ("num_setbacks", "i8"),  # first missed deadlines of requests, and preemptions
-        ("stops", "i8"),  # of a forecast, when its run ends early: `NEVER`, `WHEN_KEPT` or `AT_SETBACK`
+        ("stops", "i8"),  # of a forecast, when its run ends early: `NEVER` or `AT_SETBACK`
         ("min_slack_s", "f8"),  # of a forecast: a run that ends at a setback also ends where there is less slack
         ("is_kept", "i8"),  # the run ended because certainly no setback follows
         ("stuck", "i8"),  # nothing changes before an arrival: no request fits, or preemptions repeat forever

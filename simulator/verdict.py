@@ -1,19 +1,20 @@
 """Whether an engine keeps its deadlines with one more request, and those of the request: simulated until it is known.
 
 A forecast of times runs until all requests have ended. Whether a deadline is missed is mostly known much sooner: at the
-first that is, or when all prefills have ended and no decode step to come can be too long.
+first that is, when all prefills have ended and no decode step to come can be too long, or when only requests are left
+that are late already.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from predictor import loop, queues
+from predictor import loop, queues, steps
 from predictor.compiled import kernel, small_kernel
 from predictor.forecast import attains, read_result
 from predictor.forecast_result import ALL_KEPT
 from predictor.loop import ANY_NUMBER, FOREVER
-from predictor.state import AT_SETBACK, FINISHED, NEVER, NONE, WHEN_KEPT, State
+from predictor.state import AT_SETBACK, FINISHED, NEVER, NONE, State
 from predictor.state_copies import copy_into
 
 FEW_STEPS = 8
@@ -31,9 +32,12 @@ def find_verdict(
     With `ALL_KEPT` that is also when the request itself misses a deadline or is preempted. The time of its first token
     is then found as well, or at least that it is after its deadline. What remains unknown is NaN, and of the others it
     is known only whether any is harmed. With `min_slack_s` it ends as soon as there is less slack, whoever is harmed.
+    Preemptions count until all requests that can keep their deadlines have ended: later ones make nobody late.
     """
     engine = after.engine[0]
     engine.stops, engine.min_slack_s = AT_SETBACK, min_slack_s
+    stop_counting_late(before, NONE)
+    stop_counting_late(after, slot)
     due_s = FOREVER
     if until == ALL_KEPT and after.requests[slot].tokens_on_time >= 0:
         due_s = after.requests[slot].arrival_s + after.facts[slot].ttft_slo_s
@@ -42,15 +46,15 @@ def find_verdict(
     stopped = SETBACK
     while stopped == SETBACK and result.others_missed <= 0 and result.others_preempted <= 0:
         stopped = run_on(after, slot, due_s, until == ALL_KEPT)
-        never_ends = engine.num_running + engine.num_waiting > 0 and not engine.is_kept
-        if stopped == SETBACK or (stopped == ENDED and never_ends):
+        if stopped == SETBACK or (stopped == ENDED and may_have_harmed(before, after)):
             if not has_alone:
                 copy_into(alone, before)
-                alone.engine[0].stops = WHEN_KEPT
-                loop.run(alone, FOREVER, ANY_NUMBER, NONE)
+                run_until_kept(alone)
                 has_alone = True
             result.others_missed = num_harmed(before, alone, after)
             result.others_preempted = num_others_preempted(alone, after, slot)
+            if result.others_missed == 0:
+                stop_counting_late(after, slot)
     if stopped != ENDED:
         reach_first_token(after, slot, due_s)
     others_missed, others_preempted = result.others_missed, result.others_preempted
@@ -65,6 +69,15 @@ def find_verdict(
 
 
 @kernel
+def stop_counting_late(state: State, but: int) -> None:
+    """Count the tokens on time of no request that can miss a deadline no more, nor keep all; `but` for one of them."""
+    for place in range(queues.num_present(state)):
+        slot = queues.present_at(state, place)
+        if slot != but and not can_miss(state, slot):
+            state.requests[slot].tokens_on_time = NONE
+
+
+@kernel
 def run_on(state: State, slot: int, due_s: float, own_counts: bool) -> int:
     """Run until the next setback, or until the request is known to be late if that counts; return why it stopped."""
     engine, request = state.engine[0], state.requests[slot]
@@ -73,13 +86,95 @@ def run_on(state: State, slot: int, due_s: float, own_counts: bool) -> int:
         loop.run(state, due_s, ANY_NUMBER, NONE)
         if engine.num_setbacks == 0 and not engine.is_kept and request.first_token_s < 0:
             return OWN_MISSED
-    if engine.num_setbacks == 0 and not engine.is_kept:
-        loop.run(state, FOREVER, ANY_NUMBER, NONE)
+    run_to_setback(state, slot)
     if own_counts and (has_missed(state, slot) or request.num_preemptions > 0):
         return OWN_MISSED
     if loop.has_little_slack(state):
         return LITTLE_SLACK
     return SETBACK if engine.num_setbacks > 0 else ENDED
+
+
+@kernel
+def run_until_kept(state: State) -> None:
+    """Run until no request can miss a deadline any more, or to the end."""
+    engine = state.engine[0]
+    engine.stops, engine.num_setbacks = AT_SETBACK, 1
+    while engine.num_setbacks > 0:
+        engine.num_setbacks = 0
+        run_to_setback(state, NONE)
+
+
+@kernel
+def run_to_setback(state: State, slot: int) -> None:
+    """Run until a setback, until none is possible any more, which is noted as `is_kept`, or to the end.
+
+    None is possible once all requests that could miss a deadline have ended; the others, which are late, may go on for
+    much longer. `slot` is a request that is to end as well; NONE: there is none.
+    """
+    engine = state.engine[0]
+    num_steps = NONE
+    while engine.num_setbacks == 0 and not engine.is_kept and not loop.has_little_slack(state):
+        if num_steps == engine.num_steps:
+            return  # nothing happens any more
+        num_steps = engine.num_steps
+        due_s = last_first_deadline_s(state)
+        last = last_to_end(state)
+        if due_s > 0:
+            reach_first_deadlines(state, due_s)
+        elif last != NONE:
+            loop.run(state, FOREVER, ANY_NUMBER, last)
+        elif slot != NONE and state.requests[slot].status != FINISHED:
+            loop.run(state, FOREVER, ANY_NUMBER, slot)
+        else:
+            engine.is_kept = 1
+
+
+@kernel
+def reach_first_deadlines(state: State, due_s: float) -> None:
+    """Run until all first tokens that are due by then have come, or are certainly late, which is a setback."""
+    engine = state.engine[0]
+    loop.run(state, due_s, ANY_NUMBER, NONE)
+    num_steps = NONE
+    while num_steps < engine.num_steps and engine.now_s <= due_s and last_first_deadline_s(state) > 0:
+        if engine.num_setbacks > 0 or engine.is_kept or loop.has_little_slack(state):
+            return
+        num_steps = engine.num_steps
+        loop.run(state, FOREVER, num_steps + 1, NONE)
+    for place in range(queues.num_present(state)):
+        slot = queues.present_at(state, place)
+        engine.num_setbacks += state.requests[slot].output_tokens == 0 and has_missed(state, slot)
+
+
+@kernel
+def last_first_deadline_s(state: State) -> float:
+    """Return when the last first token is due that can come in time; 0 where there is none."""
+    last_s = 0.0
+    for place in range(queues.num_present(state)):
+        slot = queues.present_at(state, place)
+        if state.requests[slot].output_tokens == 0 and can_miss(state, slot):
+            last_s = max(last_s, steps.due_s(state, slot, 1))
+    return last_s
+
+
+@kernel
+def last_to_end(state: State) -> int:
+    """Return the request with the most tokens left among those that have started and can miss a deadline, or NONE."""
+    most_left, last = 0, NONE
+    for place in range(queues.num_present(state)):
+        slot = queues.present_at(state, place)
+        num_left = state.requests[slot].final_tokens - state.requests[slot].output_tokens
+        if num_left > most_left and state.requests[slot].output_tokens > 0 and can_miss(state, slot):
+            last, most_left = slot, num_left
+    return last
+
+
+@small_kernel
+def can_miss(state: State, slot: int) -> bool:
+    """Return whether a request has kept all its deadlines so far, and can still keep or miss the next one."""
+    request = state.requests[slot]
+    if request.tokens_on_time < 0 or request.tokens_on_time < request.output_tokens:
+        return False
+    return bool(steps.due_s(state, slot, request.output_tokens + 1) >= state.engine[0].now_s)  # False for NaN
 
 
 @kernel
@@ -106,12 +201,15 @@ def hide_unknown(result: np.record) -> None:
 
 @small_kernel
 def has_missed(state: State, slot: int) -> bool:
-    """Return whether a token of a request has come after its deadline."""
+    """Return whether a token of a request has come after its deadline, or cannot come before it any more."""
     request = state.requests[slot]
     if request.tokens_on_time < 0:
         return False
     last = 1 if np.isnan(state.facts[slot].tpot_slo_s) else request.output_tokens
-    return bool(request.tokens_on_time < min(request.output_tokens, last))
+    if request.tokens_on_time < min(request.output_tokens, last):
+        return True
+    is_overdue = steps.due_s(state, slot, request.output_tokens + 1) < state.engine[0].now_s
+    return bool(request.status != FINISHED and is_overdue)
 
 
 @small_kernel
@@ -124,16 +222,23 @@ def keeps(state: State, slot: int) -> bool:
 
 
 @kernel
+def may_have_harmed(before: State, after: State) -> bool:
+    """Return whether a request has missed a deadline at the end of a run, or never ends."""
+    engine = after.engine[0]
+    if engine.num_running + engine.num_waiting > 0 and not engine.is_kept:
+        return True
+    num_missed = 0
+    for place in range(queues.num_present(before)):
+        num_missed += has_missed(after, queues.present_at(before, place))
+    return num_missed > 0
+
+
+@kernel
 def num_harmed(before: State, alone: State, after: State) -> int:
     """Count the requests that miss a deadline in `after` and none in `alone`."""
-    engine = before.engine[0]
     count = 0
-    for position in range(engine.num_running):
-        count += is_harmed(alone, after, before.running[position])
-    for position in range(engine.num_waiting):
-        count += is_harmed(alone, after, queues.waiting_at(before, position))
-    for position in range(engine.num_pending):
-        count += is_harmed(alone, after, before.pending[queues.at(engine.pending_head, position, len(before.pending))])
+    for place in range(queues.num_present(before)):
+        count += is_harmed(alone, after, queues.present_at(before, place))
     return count
 
 
@@ -145,7 +250,15 @@ def is_harmed(alone: State, after: State, slot: int) -> bool:
     return not keeps(after, slot) and keeps(alone, slot)
 
 
-@small_kernel
+@kernel
 def num_others_preempted(alone: State, after: State, slot: int) -> int:
-    """Return how many more preemptions others have than without the request."""
-    return after.engine[0].num_preemptions - alone.engine[0].num_preemptions - after.requests[slot].num_preemptions
+    """Return how many more preemptions others have than without the request, in at least as much time."""
+    own, engine = after.requests[slot].num_preemptions, alone.engine[0]
+    more = after.engine[0].num_preemptions - own - engine.num_preemptions
+    if more > 0 and engine.now_s < after.engine[0].now_s:
+        is_kept = engine.is_kept
+        engine.stops, engine.is_kept = NEVER, 0
+        loop.run(alone, after.engine[0].now_s, ANY_NUMBER, NONE)
+        engine.is_kept = is_kept
+        more = after.engine[0].num_preemptions - own - engine.num_preemptions
+    return int(more)

@@ -84,7 +84,7 @@ def list_by_class(state: State) -> tuple[int, int]:
 
     Real-time requests go by the time left until their next token is due, at most the target for this token.
     """
-    count = ordered_requests.list_requests(state, False)
+    count = ordered_requests.list_with_costs(state, False)
     num_real_time = 0
     for place in range(count):
         slot = state.turns[place]

@@ -20,17 +20,17 @@ def schedule(state: State) -> bool:
     most_tokens = engine.max_num_batched_tokens
     step = state.steps[steps.current(state)]
     turn = int(engine.memory[TURN])
-    count = ordered_requests.list_requests(state, False)
+    count = ordered_requests.list_with_costs(state, False)
     own = keep_class(state, count, turn)
     if own in (0, count):
-        count = ordered_requests.list_requests(state, False)
+        count = ordered_requests.list_with_costs(state, False)
         keep_class(state, count, turn if own > 0 else NUM_CLASSES - 1 - turn)
         return ordered.fill(state, count, most_tokens, np.inf, np.inf)
     steps.clear_sums(step)
     ordered.plan(state, own, 0, most_tokens, np.inf, np.inf)
     if step.num_scheduled == 0 and step.num_preempted == 0:
         turn = NUM_CLASSES - 1 - turn
-        own = keep_class(state, ordered_requests.list_requests(state, False), turn)
+        own = keep_class(state, ordered_requests.list_with_costs(state, False), turn)
         ordered.plan(state, own, 0, most_tokens, np.inf, np.inf)
     ordered.carry_out(state)
     engine.memory[TURN] = NUM_CLASSES - 1 - turn

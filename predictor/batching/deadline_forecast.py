@@ -34,7 +34,7 @@ def schedule(state: State) -> bool:
     that can be on time, unless blocks are short.
     """
     engine = state.engine[0]
-    count = ordered_requests.list_requests(state, engine.options[FROM_FIRST_TOKEN] > 0)
+    count = ordered_requests.list_with_costs(state, engine.options[FROM_FIRST_TOKEN] > 0)
     tpot_s, start_s = ordered_requests.shortest_tpot_s(state, count), ordered_requests.start_s(state)
     least_s = ordered_requests.limit_s(state, count, engine.options[ETA])
     long_s = max(least_s, min(tpot_s, STEP_CONSTANTS * ordered_requests.constant_s(state)))

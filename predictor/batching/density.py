@@ -13,7 +13,7 @@ ETA, FIRST_TOKEN_WEIGHT = range(2)  # the options
 def schedule(state: State) -> bool:
     """Fill the step by densities."""
     engine = state.engine[0]
-    count = ordered_requests.list_requests(state, False)
+    count = ordered_requests.list_with_costs(state, False)
     for place in range(count):
         slot = state.turns[place]
         rank = state.ranks[slot]

@@ -1,9 +1,9 @@
 """Steps filled in an order over all requests, within seconds as well as tokens, seats and KV blocks.
 
-A rule lists all requests with `ordered_requests.list_requests`, gives each a rank (`state.RANK`), and calls `fill`,
-which plans the step in that order and then carries it out in the order of vLLM's own loop: preemptions, running
-requests, admissions. So a plan can also be carried out by a real vLLM. Memory is managed as in vLLM v1 (prefix hits,
-preemption by recompute).
+A rule lists all requests with `ordered_requests.list_requests` or `list_with_costs`, gives each a rank (`state.RANK`),
+and calls `fill`, which plans the step in that order and then carries it out in the order of vLLM's own loop:
+preemptions, running requests, admissions. So a plan can also be carried out by a real vLLM. Memory is managed as in
+vLLM v1 (prefix hits, preemption by recompute).
 """
 
 from __future__ import annotations

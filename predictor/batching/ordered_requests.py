@@ -27,31 +27,42 @@ LEFT_OUT_S = -1.0  # the cost of a request that the planned step preempts, or ca
 def list_requests(state: State, from_first_token: bool) -> int:
     """Enter all running and waiting requests into `turns`, all with the same rank; return their number.
 
-    Due times are those of `due_s`. Requests that only wait for their output in flight are left out.
+    Due times are those of `due_s`, costs are 0. Requests that only wait for their output in flight are left out.
     """
     engine = state.engine[0]
     engine.belief = estimator.belief(engine)
-    token_s, sequence_s, decode_s, context_s = unit_costs_s(state)
     count = 0
     for place in range(engine.num_running + engine.num_waiting):
         if place < engine.num_running:
             slot = state.running[place]
         else:
             slot = queues.waiting_at(state, place - engine.num_running)
+        rank = state.ranks[slot]
         if engine.pipeline_depth > 1 and awaits_output(state, slot):
-            state.ranks[slot].cost_s = LEFT_OUT_S
+            rank.cost_s = LEFT_OUT_S
             continue
         state.turns[count] = slot
         count += 1
-        rank = state.ranks[slot]
-        rank.group, rank.key = 0, 0.0
+        rank.group, rank.key, rank.cost_s = 0, 0.0, 0.0
         rank.due_s = due_s(state, slot, from_first_token)
+    return count
+
+
+@kernel
+def list_with_costs(state: State, from_first_token: bool) -> int:
+    """Do as `list_requests`, with the seconds that a step would take for what is left of each request."""
+    count = list_requests(state, from_first_token)
+    belief = state.engine[0].belief
+    token_s, sequence_s, decode_s, context_s = unit_costs_s(state)
+    for place in range(count):
+        slot = state.turns[place]
         before = state.requests[slot].computed_tokens
         num_tokens = float(steps.tokens_of(state, slot) - before)
         if is_decode(state, slot):
-            rank.cost_s = engine.belief * (token_s + sequence_s + decode_s + context_s * (before + 1))
+            state.ranks[slot].cost_s = belief * (token_s + sequence_s + decode_s + context_s * (before + 1))
         else:
-            rank.cost_s = engine.belief * (token_s * num_tokens + sequence_s + prefill_s(state, num_tokens, before))
+            prefill = token_s * num_tokens + sequence_s + prefill_s(state, num_tokens, before)
+            state.ranks[slot].cost_s = belief * prefill
     return count
 
 

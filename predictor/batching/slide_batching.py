@@ -45,7 +45,7 @@ def schedule(state: State) -> bool:
 def list_by_urgency(state: State) -> tuple[int, float]:
     """List all requests, urgent or normal; return their number, and the time budget of a step."""
     engine = state.engine[0]
-    count, budget_s = ordered_requests.list_requests(state, engine.options[FROM_FIRST_TOKEN] > 0), np.inf
+    count, budget_s = ordered_requests.list_with_costs(state, engine.options[FROM_FIRST_TOKEN] > 0), np.inf
     if engine.options[ESTIMATOR] > 0:
         budget_s = time_budget_s(state, count)
     else:

