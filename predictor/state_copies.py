@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from predictor.compiled import interpreted, kernel, small_kernel
-from predictor.state import BLOCK, REQUEST, TWO_ENDED_LAYOUT, State
+from predictor.state import BLOCK, NO_CONTENT, NONE, REQUEST, TWO_ENDED_LAYOUT, State
 from predictor.tabulated_costs import Costs
 
 REQUEST_WORDS = REQUEST.itemsize // 8
@@ -16,12 +16,15 @@ NUM_WRITTEN = State._fields.index("facts")  # the loop writes the arrays before 
 
 
 def stack_like(state: State, depth: int) -> State:
-    """Allocate `depth` copies of a state; `layer` returns one of them."""
+    """Allocate `depth` copies of a state, without any block cached; `layer` returns one of them."""
     own: list[Any] = []
     for array in state[:NUM_WRITTEN]:
         assert isinstance(array, np.ndarray)
         own.append(np.zeros((depth, *array.shape), array.dtype).view(type(array)))
-    return State(*own, *state[NUM_WRITTEN:])
+    stack = State(*own, *state[NUM_WRITTEN:])
+    stack.blocks.content = NO_CONTENT
+    stack.cached[:] = NONE
+    return stack
 
 
 @kernel
@@ -54,6 +57,13 @@ def layer_with(
 @kernel
 def copy_into(target: State, source: State) -> None:
     """Copy a state into another of the same shape; requests that have ended are left out."""
+    copy_requests(target, source)
+    copy_blocks(target, source)
+
+
+@kernel
+def copy_requests(target: State, source: State) -> None:
+    """Copy all of a state but the contents of its blocks; requests that have ended are left out."""
     target.engine[0] = source.engine[0]
     engine = source.engine[0]
     for position in range(engine.num_running):
@@ -79,9 +89,30 @@ def copy_into(target: State, source: State) -> None:
     if engine.kv_layout == TWO_ENDED_LAYOUT:
         for block in range(engine.num_blocks):
             target.two_ended_blocks[block] = source.two_ended_blocks[block]
-    if engine.prefix_caching:
-        _copy_words(target.blocks.view(np.int64), source.blocks.view(np.int64), 0, len(source.blocks) * BLOCK_WORDS)
-        for content in range(len(source.cached)):
+
+
+@kernel
+def copy_blocks(target: State, source: State) -> None:
+    """Copy the blocks that differ, with prefix caching, and where their contents are found.
+
+    Both states have an index of contents that belongs to their blocks. The first block with a content is another one
+    only where a block with this content differs in it, or in which block is the next one with the same.
+    """
+    if not source.engine[0].prefix_caching:
+        return
+    to, words = target.blocks.view(np.int64), source.blocks.view(np.int64)
+    for block in range(len(source.blocks)):
+        first = block * BLOCK_WORDS
+        differences = 0
+        for word in range(first, first + BLOCK_WORDS):
+            differences |= to[word] ^ words[word]
+        if differences == 0:
+            continue
+        replaced, content = target.blocks[block].content, source.blocks[block].content
+        _copy_words(to, words, first, BLOCK_WORDS)
+        if replaced >= 0:
+            target.cached[replaced] = source.cached[replaced]
+        if content >= 0:
             target.cached[content] = source.cached[content]
 
 

@@ -21,7 +21,7 @@ from predictor.step_time import StepTime
 from predictor.tabulated_costs import Costs, tabulate
 from scheduler.instances import BOTH, ROLES
 from simulator.fleet_arrays import INSTANCE, SLOT, EngineArrays
-from simulator.forecast_kernels import LOOKAHEAD
+from simulator.forecast_kernels import FIRST_OF_ENGINES, LAYERS_OF_ENGINE
 from simulator.predicted_lengths import RESIDUAL_HIGH, RESIDUAL_LOW
 
 COSTS = State._fields.index("costs")
@@ -117,12 +117,11 @@ def make_fleet(
 
 
 def workspace_for(fleet: EngineArrays) -> State:
-    """Allocate the states that forecasts of one engine need, and one lookahead per engine."""
+    """Allocate the states that forecasts of one engine need, and those that each engine has to itself."""
     arrays: list[Any] = [array[0] for array in fleet.stack[:COSTS]]
     fleet.instances.has_lookahead = 0
-    return stack_like(
-        State(*arrays, *[Costs(*(array[0] for array in fleet.stack.costs))]), LOOKAHEAD + len(fleet.instances)
-    )
+    depth = FIRST_OF_ENGINES + len(LAYERS_OF_ENGINE) * len(fleet.instances)
+    return stack_like(State(*arrays, *[Costs(*(array[0] for array in fleet.stack.costs))]), depth)
 
 
 def with_more_slots(fleet: EngineArrays) -> EngineArrays:

@@ -15,21 +15,32 @@ from predictor.forecast import compare, read_result, stop_counting_on_time
 from predictor.forecast_result import TO_THE_END
 from predictor.loop import ANY_NUMBER, FOREVER
 from predictor.state import DECODE_LEG, HELD, NONE, PREFILL_LEG, State
-from predictor.state_copies import copy_into, layer
+from predictor.state_copies import copy_blocks, copy_into, copy_requests, layer
 from predictor.tabulated_costs import step_seconds
 from simulator.fleet_arrays import CANDIDATE, EngineArrays, Requests, engine_at
 from simulator.predicted_lengths import predicted_tokens
 from simulator.request_slots import as_decode_leg, as_prefill_leg, fill_slot
 from simulator.verdict import find_verdict
 
-# Layers of the workspace: without the request, with it, and a copy to run without it; one lookahead per engine.
-BEFORE, WITH, WITHOUT, LOOKAHEAD = 0, 1, 2, 3
+# Layers of the workspace: without the request, and a copy to run without it; then for each engine a copy to run with
+# the request, and a lookahead. Of blocks only those are copied that differ, which are few in a copy of the same engine.
+BEFORE, WITHOUT, FIRST_OF_ENGINES = 0, 1, 2
+LAYERS_OF_ENGINE = WITH, LOOKAHEAD = 0, 1
+
+
+@small_kernel
+def layer_of(workspace: State, source: State, index: int, which: int) -> State:
+    """Return a layer that an engine has to itself."""
+    return layer(workspace, source, FIRST_OF_ENGINES + len(LAYERS_OF_ENGINE) * index + which)
 
 
 @kernel
 def copy_as_known(fleet: EngineArrays, index: int, source: State, target: State, now_s: float) -> None:
-    """Copy an engine as its sidecar knows it: lengths by tags, predicted step times, only requests that are visible."""
-    copy_into(target, source)
+    """Copy an engine as its sidecar knows it: lengths by tags, predicted step times, only requests that are visible.
+
+    Its blocks are those of the source.
+    """
+    copy_requests(target, source)
     engine, instance, slots = target.engine[0], fleet.instances[index], fleet.slots[index]
     engine.least_slack_s = np.inf
     engine.unmeasured_s = 0.0
@@ -102,8 +113,8 @@ def predict_step_ends(state: State, now_s: float) -> None:
 @kernel
 def copy_for_forecast(
     fleet: EngineArrays, workspace: State, index: int, target: State, now_s: float, reads_slack: bool
-) -> None:
-    """Copy an engine into `target` as it is known now, or from its lookahead if it can have one.
+) -> State:
+    """Copy an engine as it is known now, or from its lookahead if it can have one; return the state with its blocks.
 
     The least slack of a lookahead may be that of a token before now: a forecast that reads it starts from now.
     """
@@ -111,8 +122,8 @@ def copy_for_forecast(
     engine, instance, slots = source.engine[0], fleet.instances[index], fleet.slots[index]
     if not instance.deterministic or engine.by_priority or not loop.has_tail_ahead(source):
         copy_as_known(fleet, index, source, target, now_s)
-        return
-    lookahead = layer(workspace, source, LOOKAHEAD + index)
+        return source
+    lookahead = layer_of(workspace, source, index, LOOKAHEAD)
     if not instance.has_lookahead or lookahead.engine[0].num_steps < engine.num_steps:
         start_lookahead(source, lookahead)
         lookahead.engine[0].pace = instance.pace
@@ -122,13 +133,14 @@ def copy_for_forecast(
     loop.run(lookahead, FOREVER, ANY_NUMBER, loop.TAIL_OF_QUEUE)
     if reads_slack and lookahead.engine[0].least_slack_s < FOREVER:
         copy_as_known(fleet, index, source, target, now_s)
-        return
-    copy_into(target, lookahead)
+        return source
+    copy_requests(target, lookahead)
     for position in range(engine.num_pending):
         slot = source.pending[queues.at(engine.pending_head, position, len(source.pending))]
         if slots[slot].visible_s <= now_s:
             target.requests[slot] = source.requests[slot]
             queues.announce(target, slot)
+    return lookahead
 
 
 @kernel
@@ -185,21 +197,22 @@ def forecast(
         elif leg == DECODE_LEG:
             as_decode_leg(source.requests[slot])
         apply_tag(fleet, source.requests[slot], entry)
-        before, with_it = layer(workspace, source, BEFORE), layer(workspace, source, WITH)
-        without_it = layer(workspace, source, WITHOUT)
+        before, without_it = layer(workspace, source, BEFORE), layer(workspace, source, WITHOUT)
+        with_it = layer_of(workspace, source, index, WITH)
+        known = copy_for_forecast(fleet, workspace, index, before if with_delays else with_it, now_s, with_delays)
+        copy_blocks(with_it, known)
         if with_delays:
-            copy_for_forecast(fleet, workspace, index, before, now_s, True)
-            if until == TO_THE_END:
-                copy_into(without_it, before)
-                loop.run(without_it, FOREVER, ANY_NUMBER, NONE)
-            copy_into(with_it, before)
+            copy_requests(with_it, before)
         else:
-            copy_for_forecast(fleet, workspace, index, with_it, now_s, False)
             stop_counting_on_time(with_it)
+        if with_delays and until == TO_THE_END:
+            copy_requests(without_it, before)
+            copy_blocks(without_it, known)
+            loop.run(without_it, FOREVER, ANY_NUMBER, NONE)
         with_it.requests[slot] = source.requests[slot]
         queues.announce(with_it, slot)
         if with_delays and until != TO_THE_END:
-            find_verdict(before, without_it, with_it, slot, now_s, until, min_slack_s, results[row])
+            find_verdict(before, known, without_it, with_it, slot, now_s, until, min_slack_s, results[row])
             continue
         loop.run(with_it, FOREVER, ANY_NUMBER, NONE if with_delays else slot)
         read_result(with_it, slot, now_s, results[row])
@@ -212,8 +225,8 @@ def forecast_drain(fleet: EngineArrays, workspace: State, now_s: float, drained_
     """Forecast for each engine when all its requests have finished."""
     for index in range(len(fleet.instances)):
         source = engine_at(fleet.stack, fleet.predicted_costs, index)
-        copied = layer(workspace, source, WITH)
-        copy_for_forecast(fleet, workspace, index, copied, now_s, False)
+        copied = layer_of(workspace, source, index, WITH)
+        copy_blocks(copied, copy_for_forecast(fleet, workspace, index, copied, now_s, False))
         loop.run(copied, FOREVER, ANY_NUMBER, NONE)
         drained_s[index] = max(0.0, copied.engine[0].now_s - now_s)
 

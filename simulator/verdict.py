@@ -15,7 +15,7 @@ from predictor.forecast import attains, read_result
 from predictor.forecast_result import ALL_KEPT
 from predictor.loop import ANY_NUMBER, FOREVER
 from predictor.state import AT_SETBACK, FINISHED, NEVER, NONE, State
-from predictor.state_copies import copy_into
+from predictor.state_copies import copy_blocks, copy_requests
 
 FEW_STEPS = 8
 AFTER_S = 1e-6  # after its deadline, at least, comes a first token that the simulation has not reached
@@ -24,10 +24,12 @@ ENDED, OWN_MISSED, SETBACK, LITTLE_SLACK = range(4)  # why a run has stopped
 
 @kernel
 def find_verdict(
-    before: State, alone: State, after: State, slot: int, now_s: float, until: int, min_slack_s: float,
-    result: np.record,
+    before: State, known: State, alone: State, after: State, slot: int, now_s: float, until: int,
+    min_slack_s: float, result: np.record,
 ) -> None:  # fmt: skip
     """Simulate a request that was announced to `after`, a copy of `before`, until the verdict is known.
+
+    `before` is without blocks: these are in `known`. `alone` is room for a run without the request.
 
     With `ALL_KEPT` that is also when the request itself misses a deadline or is preempted. The time of its first token
     is then found as well, or at least that it is after its deadline. What remains unknown is NaN, and of the others it
@@ -48,7 +50,8 @@ def find_verdict(
         stopped = run_on(after, slot, due_s, until == ALL_KEPT)
         if stopped == SETBACK or (stopped == ENDED and may_have_harmed(before, after)):
             if not has_alone:
-                copy_into(alone, before)
+                copy_requests(alone, before)
+                copy_blocks(alone, known)
                 run_until_kept(alone)
                 has_alone = True
             result.others_missed = num_harmed(before, alone, after)
