@@ -12,6 +12,18 @@ TO_THE_END, ALL_KEPT, OTHERS_KEPT = range(3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ForecastDetail:
+    """What a forecast says of the other requests: nothing, all, or with `only_deadlines` whether they keep these.
+
+    Then the least slack is only known to be at least `min_slack_s`, or not.
+    """
+
+    delays: bool = False
+    only_deadlines: bool = False
+    min_slack_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
     """The predicted latencies of a request; times count from now and are infinite where the engine never gets there.
 

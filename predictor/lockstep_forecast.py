@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from predictor import forecast, loop, queues
+from predictor import forecast_kernels, loop, queues
 from predictor.compiled import direct, kernel
 from predictor.engine import Engine
 from predictor.forecast import Forecaster
@@ -98,44 +98,44 @@ def simulate_in_group(
     end_s: float,
     younger_s: float,
 ) -> None:
-    """Simulate a rank with each candidate as `forecast.simulate` does, with the steps of the other ranks.
+    """Simulate a rank with each candidate as `forecast_kernels.simulate` does, with the steps of the other ranks.
 
     `least_s` are the least seconds of the steps that follow; `end_s` is when the pass under way ends on the slowest
     rank, and `younger_s` how long the pass takes that is already planned behind it.
     """
     first_step = source.engine[0].num_steps
-    shared = layer(workspace, source, forecast.SHARED)
-    purpose = forecast.HAS_TOKENS_ON_TIME if delays else forecast.HAS_TIMES
-    if ready[forecast.SHARED] < purpose:
+    shared = layer(workspace, source, forecast_kernels.SHARED)
+    purpose = forecast_kernels.HAS_TOKENS_ON_TIME if delays else forecast_kernels.HAS_TIMES
+    if ready[forecast_kernels.SHARED] < purpose:
         copy_into(shared, source)
         if not delays:
-            forecast.stop_counting_on_time(shared)
+            forecast_kernels.stop_counting_on_time(shared)
         shared.engine[0].least_slack_s = np.inf
         shared.engine[0].unmeasured_s = 0.0
         hold_until(shared, end_s, younger_s)
         if not shared.engine[0].by_priority and queues.last_arrival_s(shared) <= now_s:
             drive_in_group(shared, least_s, first_step, loop.TAIL_OF_QUEUE)
-            ready[forecast.SHARED] = purpose
-    alone = layer(workspace, source, forecast.ALONE)
-    if delays and ready[forecast.ALONE] < purpose:
+            ready[forecast_kernels.SHARED] = purpose
+    alone = layer(workspace, source, forecast_kernels.ALONE)
+    if delays and ready[forecast_kernels.ALONE] < purpose:
         copy_into(alone, shared)
         drive_in_group(alone, least_s, first_step, NONE)
-        ready[forecast.ALONE] = purpose
-    after = layer(workspace, source, forecast.WITH_CANDIDATE)
+        ready[forecast_kernels.ALONE] = purpose
+    after = layer(workspace, source, forecast_kernels.WITH_CANDIDATE)
     first = 0
     for candidate in range(len(ends)):
         end = ends[candidate]
         copy_into(after, shared)
-        if purpose < ready[forecast.SHARED]:
-            forecast.stop_counting_on_time(after)
-        forecast.announce_all(after, source, slots, first, end)
+        if purpose < ready[forecast_kernels.SHARED]:
+            forecast_kernels.stop_counting_on_time(after)
+        forecast_kernels.announce_all(after, source, slots, first, end)
         for position in range(first, first + 1 if delays else end):
             drive_in_group(after, least_s, first_step, NONE if delays else slots[position])
         for position in range(first, end):
-            forecast.read_result(after, slots[position], now_s, results[position])
+            forecast_kernels.read_result(after, slots[position], now_s, results[position])
         if delays:
-            forecast.compare(source, shared, alone, after, slots[first], results[first])
-            forecast.count_others_of_group(after, slots, first, end, results[first])
+            forecast_kernels.compare(source, shared, alone, after, slots[first], results[first])
+            forecast_kernels.count_others_of_group(after, slots, first, end, results[first])
         first = end
 
 

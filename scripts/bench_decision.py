@@ -36,7 +36,7 @@ import numpy as np
 from predictor.config import CONSUMER, PRODUCER, PRODUCER_AND_CONSUMER, EngineConfig
 from predictor.engine import Engine
 from predictor.forecast import Forecaster
-from predictor.forecast_result import Forecast
+from predictor.forecast_result import TO_THE_END, Forecast
 from predictor.profile import load_profile
 from predictor.request import LEGS, RequestFacts, Slo
 from scheduler.candidate import CandidateStatus, forecast_columns
@@ -221,7 +221,14 @@ def made(
     for name in ask.instance_ids:
         now_s = forecasters[name].engine.now_s
         facts = RequestFacts(request_id="r", prompt_tokens=prompt_tokens, output_tokens=200, arrival_s=now_s, slo=slo)
-        (value,) = forecasters[name].forecast([facts], now_s, delays=ask.with_delays, serial=serial)
+        (value,) = forecasters[name].forecast(
+            [facts],
+            now_s,
+            delays=ask.with_delays,
+            only_deadlines=ask.until != TO_THE_END,
+            min_slack_s=ask.min_slack_s,
+            serial=serial,
+        )
         found[name] = Answer(CandidateStatus.FORECAST, value)
     return found
 

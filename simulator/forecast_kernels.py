@@ -11,16 +11,16 @@ import numpy as np
 
 from predictor import loop, queues, remote_kv
 from predictor.compiled import direct, kernel, small_kernel
-from predictor.forecast import compare, read_result, stop_counting_on_time
+from predictor.forecast_kernels import compare, read_result, stop_counting_on_time
 from predictor.forecast_result import TO_THE_END
 from predictor.loop import ANY_NUMBER, FOREVER
 from predictor.state import DECODE_LEG, HELD, NONE, PREFILL_LEG, State
 from predictor.state_copies import copy_blocks, copy_into, copy_requests, layer
 from predictor.tabulated_costs import step_seconds
+from predictor.verdict import find_verdict
 from simulator.fleet_arrays import CANDIDATE, EngineArrays, Requests, engine_at
 from simulator.predicted_lengths import predicted_tokens
 from simulator.request_slots import as_decode_leg, as_prefill_leg, fill_slot
-from simulator.verdict import find_verdict
 
 # Layers of the workspace: without the request, and a copy to run without it; then for each engine a copy to run with
 # the request, and a lookahead. Of blocks only those are copied that differ, which are few in a copy of the same engine.
@@ -212,7 +212,7 @@ def forecast(
         with_it.requests[slot] = source.requests[slot]
         queues.announce(with_it, slot)
         if with_delays and until != TO_THE_END:
-            find_verdict(before, known, without_it, with_it, slot, now_s, until, min_slack_s, results[row])
+            find_verdict(before, known, without_it, with_it, slot, now_s, until, min_slack_s, False, results[row])
             continue
         loop.run(with_it, FOREVER, ANY_NUMBER, NONE if with_delays else slot)
         read_result(with_it, slot, now_s, results[row])

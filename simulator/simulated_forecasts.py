@@ -7,7 +7,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from predictor.forecast import RESULT
+from predictor.forecast_kernels import RESULT
 from predictor.lengths import quantile_medians
 from predictor.request import LEGS, PREFILL
 from predictor.state import State

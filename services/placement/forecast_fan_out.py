@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Mapping
 
+from predictor.forecast_result import TO_THE_END
 from protos.block.v1 import common_pb2, predictor_pb2
 from scheduler.candidate import CandidateStatus
 from scheduler.decision import Decision
@@ -68,5 +69,10 @@ class ForecastFanOut:
             if name in handles:
                 by_connection.setdefault(handles[name].connection, []).append(name)
         set_leg(request, ask)
-        message = predictor_pb2.PredictRequest(requests=[request], with_delays=ask.with_delays).SerializeToString()
+        message = predictor_pb2.PredictRequest(
+            requests=[request],
+            with_delays=ask.with_delays,
+            only_deadlines=ask.until != TO_THE_END,
+            min_slack_s=ask.min_slack_s,
+        ).SerializeToString()
         return [(connection, connection.ask(message, names)) for connection, names in by_connection.items()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 import time
 from collections.abc import AsyncIterator, Mapping
@@ -12,7 +13,7 @@ from typing import Any
 from predictor.approximations import UNKNOWN_PREFIXES, joined
 from predictor.config import EngineConfig
 from predictor.engine_view import EngineView
-from predictor.forecast_result import Forecast
+from predictor.forecast_result import Forecast, ForecastDetail
 from predictor.indicators import adapters_of
 from predictor.request_group import Placeable
 from protos.block.v1 import common_pb2, predictor_pb2
@@ -64,9 +65,8 @@ class InstanceEndpoint:
                 return response
             response.state = sidecar.state()
             response.indicators.CopyFrom(self._indicators_of(view))
-            predictions = await self._predictions(
-                view, request.requests, delays=request.with_delays, simulate=not request.without_forecasts
-            )
+            detail = None if request.without_forecasts else _detail_of(request)
+            predictions = await self._predictions(view, request.requests, detail)
             response.predictions.extend(predictions)
         response.predict_s = time.perf_counter() - start_s
         sidecar.metrics.predict_s.observe(response.predict_s)
@@ -125,19 +125,19 @@ class InstanceEndpoint:
             await asyncio.sleep(interval_s)
 
     async def _predictions(
-        self, view: EngineView, messages: Any, *, delays: bool, simulate: bool
+        self, view: EngineView, messages: Any, detail: ForecastDetail | None
     ) -> list[predictor_pb2.Prediction]:
-        """Forecast the valid requests and refuse the others, in the order of the messages."""
+        """Forecast the valid requests and refuse the others, in the order of the messages; None: only read them."""
         sidecar = self._sidecar
         read: list[Placeable | Refusal] = [
             self._request_or_refusal(message, view, known_as=f"candidate/{number}")
             for number, message in enumerate(messages)
         ]
         requests = [one for one in read if not isinstance(one, Refusal)]
-        made = await sidecar.forecast(view, requests, delays=delays) if simulate else [None] * len(requests)
+        made = [None] * len(requests) if detail is None else await sidecar.forecast(view, requests, detail)
         forecasts = iter(made)
         results = [one if isinstance(one, Refusal) else next(forecasts) for one in read]
-        for result in results if simulate else ():
+        for result in results if detail is not None else ():
             sidecar.metrics.count_forecast("refused" if isinstance(result, Refusal) else "made")
         return [
             _prediction(message, _naming_approximations(result, message, request, view))
@@ -164,8 +164,9 @@ class InstanceEndpoint:
             _refuse(response, "the sidecar is draining and takes no new reservations")
         elif request.HasField("if_version") and is_stale and not is_known:
             response.result = CONFLICT
-            delays = request.forecast.HasField("others_missed")  # the decision depends on what it does to others
-            (prediction,) = await self._predictions(view, [request.request], delays=delays, simulate=True)
+            # the decision may depend on what it does to others
+            detail = ForecastDetail(delays=request.forecast.HasField("others_missed"))
+            (prediction,) = await self._predictions(view, [request.request], detail)
             response.prediction.CopyFrom(prediction)
         elif sidecar.reservations.is_full and not is_known:
             raise BusyError(f"{len(sidecar.reservations)} requests are reserved, which is the limit")
@@ -274,6 +275,15 @@ def _refuse(response: predictor_pb2.ReserveResponse, reason: str) -> predictor_p
     response.result, response.expires_in_s = REFUSED, 0.0
     response.prediction.refusal.reason = reason
     return response
+
+
+def _detail_of(request: predictor_pb2.PredictRequest) -> ForecastDetail:
+    """Return what forecasts say of other requests."""
+    if not 0 <= request.min_slack_s < math.inf:
+        raise ValueError(f"min_slack_s: must be at least 0 and finite, not {request.min_slack_s}")
+    return ForecastDetail(
+        delays=request.with_delays, only_deadlines=request.only_deadlines, min_slack_s=request.min_slack_s
+    )
 
 
 def _naming_approximations(

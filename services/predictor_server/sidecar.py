@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from predictor.engine_view import EndedRequest, EngineView
-from predictor.forecast_result import Forecast
+from predictor.forecast_result import Forecast, ForecastDetail
 from predictor.grammar_times import GrammarTimes
 from predictor.group_ends import GroupEnds
 from predictor.indicators import indicators_of
@@ -137,7 +137,7 @@ class Sidecar:
     # Forecasts.
 
     async def forecast(
-        self, view: EngineView, requests: Sequence[Placeable], *, delays: bool
+        self, view: EngineView, requests: Sequence[Placeable], detail: ForecastDetail
     ) -> list[Forecast | Refusal]:
         """Forecast each request as if it alone arrived now, or return why it could never be served.
 
@@ -145,9 +145,9 @@ class Sidecar:
         """
         hashed = [_with_short_hashes(request) for request in requests]
         try:
-            forecasts: Sequence[Forecast | Refusal] = await self._simulate(view, hashed, delays=delays)
+            forecasts: Sequence[Forecast | Refusal] = await self._simulate(view, hashed, detail)
         except ValueError:  # one of them does not fit, so each by itself
-            forecasts = [await self._forecast_or_refuse(view, one, delays=delays) for one in hashed]
+            forecasts = [await self._forecast_or_refuse(view, one, detail) for one in hashed]
         if (offloaded := view.offloaded_hits) is not None:
             forecasts = [_with_offloaded(*pair, offloaded, view) for pair in zip(forecasts, hashed, strict=True)]
         rate, transit = view.clock_rate, view.transit
@@ -157,22 +157,26 @@ class Sidecar:
         """Return whether forecasts need no thread, as the last one was quick enough."""
         return self._simulation_s * num_requests < self.settings.thread_from_s
 
-    async def _forecast_or_refuse(self, view: EngineView, request: Placeable, *, delays: bool) -> Forecast | Refusal:
+    async def _forecast_or_refuse(
+        self, view: EngineView, request: Placeable, detail: ForecastDetail
+    ) -> Forecast | Refusal:
         try:
-            (forecast,) = await self._simulate(view, [request], delays=delays)
+            (forecast,) = await self._simulate(view, [request], detail)
         except ValueError as error:
             field, _, reason = str(error).partition(": ")
             return Refusal(field=field, reason=reason)
         return forecast
 
-    async def _simulate(self, view: EngineView, requests: Sequence[Placeable], *, delays: bool) -> list[Forecast]:
+    async def _simulate(
+        self, view: EngineView, requests: Sequence[Placeable], detail: ForecastDetail
+    ) -> list[Forecast]:
         """Simulate in this thread if that is quick, else in another: it needs no interpreter lock."""
         if not requests:
             return []
         self._made_forecasts = True
         if self.ranks is not None:
             self.ranks.prepare(self)
-        simulate = partial(_simulate_timed, view, requests, delays=delays)
+        simulate = partial(_simulate_timed, view, requests, detail)
         if self.simulates_here(len(requests)):
             forecasts, took_s = simulate()
         else:
@@ -235,10 +239,19 @@ class Sidecar:
             log_event(log, logging.DEBUG, "reservation expired", request_id=request_id, holder=reservation.holder)
 
 
-def _simulate_timed(view: EngineView, requests: Sequence[Placeable], *, delays: bool) -> tuple[list[Forecast], float]:
+def _simulate_timed(
+    view: EngineView, requests: Sequence[Placeable], detail: ForecastDetail
+) -> tuple[list[Forecast], float]:
     """Forecast, and return the processor time: a busy machine does not make it a long simulation."""
     start_s = time.thread_time()
-    forecasts = view.forecaster.forecast(requests, view.arrival_s, delays=delays, serial=view.serial)
+    forecasts = view.forecaster.forecast(
+        requests,
+        view.arrival_s,
+        delays=detail.delays,
+        only_deadlines=detail.only_deadlines,
+        min_slack_s=detail.min_slack_s,
+        serial=view.serial,
+    )
     return forecasts, time.thread_time() - start_s
 
 

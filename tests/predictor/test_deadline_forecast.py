@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from predictor.engine import Engine
 from predictor.forecast import Forecaster
+from predictor.forecast_result import Forecast
 from predictor.request import RequestFacts, Slo
 from tests.predictor.test_forecast import at_moment
 from tests.predictor.test_tokens_on_time import counted, token_times
@@ -70,6 +71,15 @@ def least_slack(specs: Sequence[dict[str, Any]], times: Times, now_s: float) -> 
     return least_s
 
 
+def leaves(forecast: Forecast, min_slack_s: float) -> bool:
+    """Whether the other requests keep their deadlines, with some seconds of slack, and are not preempted."""
+    assert forecast.others_missed is not None
+    assert forecast.others_preempted is not None
+    assert forecast.least_slack_s is not None
+    is_harmful = forecast.others_missed > 0 or forecast.others_preempted > 0
+    return not is_harmful and forecast.least_slack_s >= min_slack_s - CLOSE
+
+
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("batcher", BATCHERS)
 def test_deadlines_are_kept_as_by_the_plain_model(batcher: str, is_async: bool) -> None:
@@ -82,8 +92,9 @@ def test_deadlines_are_kept_as_by_the_plain_model(batcher: str, is_async: bool) 
         st.floats(0.0, 0.5),
         st.floats(0.0001, 0.05),
         st.sampled_from((0.0, 0.0, 0.011, 0.3)),
+        st.sampled_from((0.0, 0.0, 0.003, 0.02)),
     )
-    def check(load: Load, moment: float, in_s: float, waited_s: float) -> None:
+    def check(load: Load, moment: float, in_s: float, waited_s: float, min_slack_s: float) -> None:
         *others, last = sorted(load.requests, key=lambda spec: spec["prompt_tokens"])
         if not others:
             return
@@ -114,6 +125,17 @@ def test_deadlines_are_kept_as_by_the_plain_model(batcher: str, is_async: bool) 
         (short,) = Forecaster(engine).forecast([replace(candidate, in_s=in_s, waited_s=waited_s)], now_s, delays=False)
         assert short.attained == forecast.attained
         assert (short.others_missed, short.gain_before, short.gain_after, short.least_slack_s) == (None,) * 4
+
+        (verdict,) = Forecaster(engine).forecast(
+            [replace(candidate, in_s=in_s, waited_s=waited_s)], now_s, only_deadlines=True, min_slack_s=min_slack_s
+        )
+        for name in ("ttft_s", "e2e_s", "queue_s", "attained", "num_preemptions", "output_tokens"):
+            assert getattr(verdict, name) == pytest.approx(getattr(forecast, name), rel=CLOSE, abs=CLOSE), name
+        assert (verdict.delay_sum_s, verdict.gain_before) == (None, None)
+        if forecast.others_preempted == forecast.num_preemptions == verdict.others_preempted == 0:
+            assert leaves(verdict, min_slack_s) == leaves(forecast, min_slack_s)
+        elif missed > 0:
+            assert not leaves(verdict, min_slack_s)
 
     check()
     assert min(seen.values()) >= 3, seen

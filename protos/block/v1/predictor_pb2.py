@@ -25,31 +25,31 @@ _sym_db = _symbol_database.Default()
 from protos.block.v1 import common_pb2 as protos_dot_block_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fprotos/block/v1/predictor.proto\x12\x08\x62lock.v1\x1a\x1cprotos/block/v1/common.proto\"\x96\x01\n\x0ePredictRequest\x12#\n\x08requests\x18\x01 \x03(\x0b\x32\x11.block.v1.Request\x12\x19\n\x11without_forecasts\x18\x02 \x01(\x08\x12\x13\n\x0bwith_delays\x18\x03 \x01(\x08\x12\x13\n\x0binstance_id\x18\x04 \x01(\t\x12\x14\n\x0cinstance_ids\x18\x05 \x03(\tJ\x04\x08\x06\x10\x10\"\x88\x02\n\x0fPredictResponse\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12)\n\x0bpredictions\x18\x02 \x03(\x0b\x32\x14.block.v1.Prediction\x12(\n\nindicators\x18\x03 \x01(\x0b\x32\x14.block.v1.Indicators\x12\x0f\n\x07version\x18\x04 \x01(\x04\x12\r\n\x05\x65poch\x18\x05 \x01(\x06\x12&\n\x05state\x18\x06 \x01(\x0e\x32\x17.block.v1.InstanceState\x12\x11\n\tpredict_s\x18\x07 \x01(\x01\x12*\n\x07\x61nswers\x18\x08 \x03(\x0b\x32\x19.block.v1.PredictResponseJ\x04\x08\t\x10\x14\"\xde\x01\n\nPrediction\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12$\n\x08\x66orecast\x18\x02 \x01(\x0b\x32\x12.block.v1.Forecast\x12\"\n\x07refusal\x18\x03 \x01(\x0b\x32\x11.block.v1.Refusal\x12\x1e\n\x11prefix_hit_tokens\x18\x04 \x01(\rH\x00\x88\x01\x01\x12\x1f\n\x12new_prefill_tokens\x18\x05 \x01(\rH\x01\x88\x01\x01\x42\x14\n\x12_prefix_hit_tokensB\x15\n\x13_new_prefill_tokensJ\x04\x08\x06\x10\x10\".\n\x07Refusal\x12\r\n\x05\x66ield\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\tJ\x04\x08\x03\x10\n\"\xf0\x01\n\x0eReserveRequest\x12\"\n\x07request\x18\x01 \x01(\x0b\x32\x11.block.v1.Request\x12\r\n\x05ttl_s\x18\x02 \x01(\x01\x12\x0e\n\x06holder\x18\x03 \x01(\t\x12$\n\x08\x66orecast\x18\x04 \x01(\x0b\x32\x12.block.v1.Forecast\x12\x0e\n\x06policy\x18\x05 \x01(\t\x12\x13\n\x0binstance_id\x18\x06 \x01(\t\x12\x17\n\nif_version\x18\x07 \x01(\x04H\x00\x88\x01\x01\x12\x15\n\x08if_epoch\x18\x08 \x01(\x06H\x01\x88\x01\x01\x42\r\n\x0b_if_versionB\x0b\n\t_if_epochJ\x04\x08\t\x10\x14\"\x87\x02\n\x0fReserveResponse\x12\'\n\x06result\x18\x01 \x01(\x0e\x32\x17.block.v1.ReserveResult\x12\x14\n\x0c\x65xpires_in_s\x18\x02 \x01(\x01\x12(\n\nindicators\x18\x03 \x01(\x0b\x32\x14.block.v1.Indicators\x12\x0f\n\x07version\x18\x04 \x01(\x04\x12\r\n\x05\x65poch\x18\x05 \x01(\x06\x12(\n\nprediction\x18\x06 \x01(\x0b\x32\x14.block.v1.Prediction\x12\x13\n\x0binstance_id\x18\x07 \x01(\t\x12&\n\x05state\x18\x08 \x01(\x0e\x32\x17.block.v1.InstanceStateJ\x04\x08\t\x10\x14\"Y\n\x0cWatchRequest\x12\x16\n\x0emin_interval_s\x18\x01 \x01(\x01\x12\x16\n\x0ewith_snapshots\x18\x02 \x01(\x08\x12\x13\n\x0binstance_id\x18\x03 \x01(\tJ\x04\x08\x04\x10\n\"\xd3\x01\n\rWatchResponse\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12\x0c\n\x04\x66ull\x18\x03 \x01(\x08\x12(\n\nindicators\x18\x04 \x01(\x0b\x32\x14.block.v1.Indicators\x12\x0f\n\x07version\x18\x05 \x01(\x04\x12\r\n\x05\x65poch\x18\x06 \x01(\x06\x12&\n\x05state\x18\x07 \x01(\x0e\x32\x17.block.v1.InstanceState\x12\x15\n\rsnapshot_json\x18\x08 \x01(\x0cJ\x04\x08\t\x10\x14*\xa8\x01\n\rReserveResult\x12\x1e\n\x1aRESERVE_RESULT_UNSPECIFIED\x10\x00\x12\x1b\n\x17RESERVE_RESULT_RESERVED\x10\x01\x12\x1b\n\x17RESERVE_RESULT_EXTENDED\x10\x02\x12\x1b\n\x17RESERVE_RESULT_CONFLICT\x10\x03\x12\x1a\n\x16RESERVE_RESULT_REFUSED\x10\x04\"\x04\x08\x05\x10\t2\xe5\x03\n\tPredictor\x12>\n\x07Predict\x12\x18.block.v1.PredictRequest\x1a\x19.block.v1.PredictResponse\x12H\n\rPredictStream\x12\x18.block.v1.PredictRequest\x1a\x19.block.v1.PredictResponse(\x01\x30\x01\x12>\n\x07Reserve\x12\x18.block.v1.ReserveRequest\x1a\x19.block.v1.ReserveResponse\x12H\n\rReserveStream\x12\x18.block.v1.ReserveRequest\x1a\x19.block.v1.ReserveResponse(\x01\x30\x01\x12>\n\x07Release\x12\x18.block.v1.ReleaseRequest\x1a\x19.block.v1.ReleaseResponse\x12H\n\rReleaseStream\x12\x18.block.v1.ReleaseRequest\x1a\x19.block.v1.ReleaseResponse(\x01\x30\x01\x12:\n\x05Watch\x12\x16.block.v1.WatchRequest\x1a\x17.block.v1.WatchResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fprotos/block/v1/predictor.proto\x12\x08\x62lock.v1\x1a\x1cprotos/block/v1/common.proto\"\xc3\x01\n\x0ePredictRequest\x12#\n\x08requests\x18\x01 \x03(\x0b\x32\x11.block.v1.Request\x12\x19\n\x11without_forecasts\x18\x02 \x01(\x08\x12\x13\n\x0bwith_delays\x18\x03 \x01(\x08\x12\x13\n\x0binstance_id\x18\x04 \x01(\t\x12\x14\n\x0cinstance_ids\x18\x05 \x03(\t\x12\x16\n\x0eonly_deadlines\x18\x06 \x01(\x08\x12\x13\n\x0bmin_slack_s\x18\x07 \x01(\x01J\x04\x08\x08\x10\x10\"\x88\x02\n\x0fPredictResponse\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12)\n\x0bpredictions\x18\x02 \x03(\x0b\x32\x14.block.v1.Prediction\x12(\n\nindicators\x18\x03 \x01(\x0b\x32\x14.block.v1.Indicators\x12\x0f\n\x07version\x18\x04 \x01(\x04\x12\r\n\x05\x65poch\x18\x05 \x01(\x06\x12&\n\x05state\x18\x06 \x01(\x0e\x32\x17.block.v1.InstanceState\x12\x11\n\tpredict_s\x18\x07 \x01(\x01\x12*\n\x07\x61nswers\x18\x08 \x03(\x0b\x32\x19.block.v1.PredictResponseJ\x04\x08\t\x10\x14\"\xde\x01\n\nPrediction\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12$\n\x08\x66orecast\x18\x02 \x01(\x0b\x32\x12.block.v1.Forecast\x12\"\n\x07refusal\x18\x03 \x01(\x0b\x32\x11.block.v1.Refusal\x12\x1e\n\x11prefix_hit_tokens\x18\x04 \x01(\rH\x00\x88\x01\x01\x12\x1f\n\x12new_prefill_tokens\x18\x05 \x01(\rH\x01\x88\x01\x01\x42\x14\n\x12_prefix_hit_tokensB\x15\n\x13_new_prefill_tokensJ\x04\x08\x06\x10\x10\".\n\x07Refusal\x12\r\n\x05\x66ield\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\tJ\x04\x08\x03\x10\n\"\xf0\x01\n\x0eReserveRequest\x12\"\n\x07request\x18\x01 \x01(\x0b\x32\x11.block.v1.Request\x12\r\n\x05ttl_s\x18\x02 \x01(\x01\x12\x0e\n\x06holder\x18\x03 \x01(\t\x12$\n\x08\x66orecast\x18\x04 \x01(\x0b\x32\x12.block.v1.Forecast\x12\x0e\n\x06policy\x18\x05 \x01(\t\x12\x13\n\x0binstance_id\x18\x06 \x01(\t\x12\x17\n\nif_version\x18\x07 \x01(\x04H\x00\x88\x01\x01\x12\x15\n\x08if_epoch\x18\x08 \x01(\x06H\x01\x88\x01\x01\x42\r\n\x0b_if_versionB\x0b\n\t_if_epochJ\x04\x08\t\x10\x14\"\x87\x02\n\x0fReserveResponse\x12\'\n\x06result\x18\x01 \x01(\x0e\x32\x17.block.v1.ReserveResult\x12\x14\n\x0c\x65xpires_in_s\x18\x02 \x01(\x01\x12(\n\nindicators\x18\x03 \x01(\x0b\x32\x14.block.v1.Indicators\x12\x0f\n\x07version\x18\x04 \x01(\x04\x12\r\n\x05\x65poch\x18\x05 \x01(\x06\x12(\n\nprediction\x18\x06 \x01(\x0b\x32\x14.block.v1.Prediction\x12\x13\n\x0binstance_id\x18\x07 \x01(\t\x12&\n\x05state\x18\x08 \x01(\x0e\x32\x17.block.v1.InstanceStateJ\x04\x08\t\x10\x14\"Y\n\x0cWatchRequest\x12\x16\n\x0emin_interval_s\x18\x01 \x01(\x01\x12\x16\n\x0ewith_snapshots\x18\x02 \x01(\x08\x12\x13\n\x0binstance_id\x18\x03 \x01(\tJ\x04\x08\x04\x10\n\"\xd3\x01\n\rWatchResponse\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12\x0c\n\x04\x66ull\x18\x03 \x01(\x08\x12(\n\nindicators\x18\x04 \x01(\x0b\x32\x14.block.v1.Indicators\x12\x0f\n\x07version\x18\x05 \x01(\x04\x12\r\n\x05\x65poch\x18\x06 \x01(\x06\x12&\n\x05state\x18\x07 \x01(\x0e\x32\x17.block.v1.InstanceState\x12\x15\n\rsnapshot_json\x18\x08 \x01(\x0cJ\x04\x08\t\x10\x14*\xa8\x01\n\rReserveResult\x12\x1e\n\x1aRESERVE_RESULT_UNSPECIFIED\x10\x00\x12\x1b\n\x17RESERVE_RESULT_RESERVED\x10\x01\x12\x1b\n\x17RESERVE_RESULT_EXTENDED\x10\x02\x12\x1b\n\x17RESERVE_RESULT_CONFLICT\x10\x03\x12\x1a\n\x16RESERVE_RESULT_REFUSED\x10\x04\"\x04\x08\x05\x10\t2\xe5\x03\n\tPredictor\x12>\n\x07Predict\x12\x18.block.v1.PredictRequest\x1a\x19.block.v1.PredictResponse\x12H\n\rPredictStream\x12\x18.block.v1.PredictRequest\x1a\x19.block.v1.PredictResponse(\x01\x30\x01\x12>\n\x07Reserve\x12\x18.block.v1.ReserveRequest\x1a\x19.block.v1.ReserveResponse\x12H\n\rReserveStream\x12\x18.block.v1.ReserveRequest\x1a\x19.block.v1.ReserveResponse(\x01\x30\x01\x12>\n\x07Release\x12\x18.block.v1.ReleaseRequest\x1a\x19.block.v1.ReleaseResponse\x12H\n\rReleaseStream\x12\x18.block.v1.ReleaseRequest\x1a\x19.block.v1.ReleaseResponse(\x01\x30\x01\x12:\n\x05Watch\x12\x16.block.v1.WatchRequest\x1a\x17.block.v1.WatchResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.block.v1.predictor_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_RESERVERESULT']._serialized_start=1583
-  _globals['_RESERVERESULT']._serialized_end=1751
+  _globals['_RESERVERESULT']._serialized_start=1628
+  _globals['_RESERVERESULT']._serialized_end=1796
   _globals['_PREDICTREQUEST']._serialized_start=76
-  _globals['_PREDICTREQUEST']._serialized_end=226
-  _globals['_PREDICTRESPONSE']._serialized_start=229
-  _globals['_PREDICTRESPONSE']._serialized_end=493
-  _globals['_PREDICTION']._serialized_start=496
-  _globals['_PREDICTION']._serialized_end=718
-  _globals['_REFUSAL']._serialized_start=720
-  _globals['_REFUSAL']._serialized_end=766
-  _globals['_RESERVEREQUEST']._serialized_start=769
-  _globals['_RESERVEREQUEST']._serialized_end=1009
-  _globals['_RESERVERESPONSE']._serialized_start=1012
-  _globals['_RESERVERESPONSE']._serialized_end=1275
-  _globals['_WATCHREQUEST']._serialized_start=1277
-  _globals['_WATCHREQUEST']._serialized_end=1366
-  _globals['_WATCHRESPONSE']._serialized_start=1369
-  _globals['_WATCHRESPONSE']._serialized_end=1580
-  _globals['_PREDICTOR']._serialized_start=1754
-  _globals['_PREDICTOR']._serialized_end=2239
+  _globals['_PREDICTREQUEST']._serialized_end=271
+  _globals['_PREDICTRESPONSE']._serialized_start=274
+  _globals['_PREDICTRESPONSE']._serialized_end=538
+  _globals['_PREDICTION']._serialized_start=541
+  _globals['_PREDICTION']._serialized_end=763
+  _globals['_REFUSAL']._serialized_start=765
+  _globals['_REFUSAL']._serialized_end=811
+  _globals['_RESERVEREQUEST']._serialized_start=814
+  _globals['_RESERVEREQUEST']._serialized_end=1054
+  _globals['_RESERVERESPONSE']._serialized_start=1057
+  _globals['_RESERVERESPONSE']._serialized_end=1320
+  _globals['_WATCHREQUEST']._serialized_start=1322
+  _globals['_WATCHREQUEST']._serialized_end=1411
+  _globals['_WATCHRESPONSE']._serialized_start=1414
+  _globals['_WATCHRESPONSE']._serialized_end=1625
+  _globals['_PREDICTOR']._serialized_start=1799
+  _globals['_PREDICTOR']._serialized_end=2284
 # @@protoc_insertion_point(module_scope)

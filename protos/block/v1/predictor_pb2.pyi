@@ -56,12 +56,19 @@ class PredictRequest(_message.Message):
     WITH_DELAYS_FIELD_NUMBER: _builtins.int
     INSTANCE_ID_FIELD_NUMBER: _builtins.int
     INSTANCE_IDS_FIELD_NUMBER: _builtins.int
+    ONLY_DEADLINES_FIELD_NUMBER: _builtins.int
+    MIN_SLACK_S_FIELD_NUMBER: _builtins.int
     without_forecasts: _builtins.bool
     """Do not simulate: predictions then contain only the prefix cache hits of each request."""
     with_delays: _builtins.bool
     """also each request's effects on those that are there; about twice the work"""
     instance_id: _builtins.str
     """The addressed instance; others refuse (FAILED_PRECONDITION). Empty: the only instance of the sidecar."""
+    only_deadlines: _builtins.bool
+    """With with_delays: of the effects on others it is enough to know whether any misses a deadline or is preempted, and
+    whether the least slack is at least min_slack_s. Less work; delays and gains are absent.
+    """
+    min_slack_s: _builtins.float
     @_builtins.property
     def requests(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Request]:
         """empty: only the indicators are returned"""
@@ -78,10 +85,12 @@ class PredictRequest(_message.Message):
         with_delays: _builtins.bool = ...,
         instance_id: _builtins.str = ...,
         instance_ids: _abc.Iterable[_builtins.str] | None = ...,
+        only_deadlines: _builtins.bool = ...,
+        min_slack_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance_id", b"instance_id", "instance_ids", b"instance_ids", "requests", b"requests", "with_delays", b"with_delays", "without_forecasts", b"without_forecasts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance_id", b"instance_id", "instance_ids", b"instance_ids", "min_slack_s", b"min_slack_s", "only_deadlines", b"only_deadlines", "requests", b"requests", "with_delays", b"with_delays", "without_forecasts", b"without_forecasts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

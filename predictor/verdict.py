@@ -10,12 +10,22 @@ from __future__ import annotations
 import numpy as np
 
 from predictor import loop, queues, steps
-from predictor.compiled import kernel, small_kernel
-from predictor.forecast import attains, read_result
-from predictor.forecast_result import ALL_KEPT
+from predictor.compiled import direct, kernel, small_kernel
+from predictor.forecast_kernels import (
+    ALONE,
+    HAS_TOKENS_ON_TIME,
+    IS_MISSING,
+    SHARED,
+    WITH_CANDIDATE,
+    announce_all,
+    attains,
+    read_result,
+    share_start,
+)
+from predictor.forecast_result import ALL_KEPT, OTHERS_KEPT
 from predictor.loop import ANY_NUMBER, FOREVER
 from predictor.state import AT_SETBACK, FINISHED, NEVER, NONE, State
-from predictor.state_copies import copy_blocks, copy_requests
+from predictor.state_copies import copy_blocks, copy_into, copy_requests, layer
 
 FEW_STEPS = 8
 AFTER_S = 1e-6  # after its deadline, at least, comes a first token that the simulation has not reached
@@ -23,22 +33,42 @@ ENDED, OWN_MISSED, SETBACK, LITTLE_SLACK = range(4)  # why a run has stopped
 
 
 @kernel
+def simulate_verdicts(
+    source: State, workspace: State, slots: np.ndarray, now_s: float, min_slack_s: float, ready: np.ndarray,
+    results: np.ndarray,
+) -> None:  # fmt: skip
+    """Simulate the engine with each candidate to its end, and until it is known whether another misses a deadline."""
+    shared = layer(workspace, source, SHARED)
+    share_start(source, shared, now_s, ready, HAS_TOKENS_ON_TIME)
+    alone, after = layer(workspace, source, ALONE), layer(workspace, source, WITH_CANDIDATE)
+    for candidate in range(len(slots)):
+        slot = slots[candidate]
+        copy_into(after, shared)
+        announce_all(after, source, slots, candidate, candidate + 1)
+        find_verdict(shared, shared, alone, after, slot, now_s, OTHERS_KEPT, min_slack_s, True, results[candidate])
+        ready[ALONE] = IS_MISSING
+
+
+simulate_verdicts_directly = direct(simulate_verdicts)
+
+
+@kernel
 def find_verdict(
-    before: State, known: State, alone: State, after: State, slot: int, now_s: float, until: int,
-    min_slack_s: float, result: np.record,
+    before: State, known: State, alone: State, after: State, slot: int, now_s: float, until: int, min_slack_s: float,
+    to_its_end: bool, result: np.record,
 ) -> None:  # fmt: skip
     """Simulate a request that was announced to `after`, a copy of `before`, until the verdict is known.
 
-    `before` is without blocks: these are in `known`. `alone` is room for a run without the request.
+    Blocks of `before` are read in `known`; `alone` is room for a run without the request.
 
     With `ALL_KEPT` that is also when the request itself misses a deadline or is preempted. The time of its first token
     is then found as well, or at least that it is after its deadline. What remains unknown is NaN, and of the others it
     is known only whether any is harmed. With `min_slack_s` it ends as soon as there is less slack, whoever is harmed.
-    Preemptions count until all requests that can keep their deadlines have ended: later ones make nobody late.
+    Preemptions count until all requests that can keep their deadlines have ended: later ones make nobody late. With
+    `to_its_end` the request is simulated to its end in any case, so that all its times are known.
     """
     engine = after.engine[0]
     engine.stops, engine.min_slack_s = AT_SETBACK, min_slack_s
-    stop_counting_late(before, NONE)
     stop_counting_late(after, slot)
     due_s = FOREVER
     if until == ALL_KEPT and after.requests[slot].tokens_on_time >= 0:
@@ -52,20 +82,24 @@ def find_verdict(
             if not has_alone:
                 copy_requests(alone, before)
                 copy_blocks(alone, known)
+                stop_counting_late(alone, NONE)
                 run_until_kept(alone)
                 has_alone = True
             result.others_missed = num_harmed(before, alone, after)
             result.others_preempted = num_others_preempted(alone, after, slot)
             if result.others_missed == 0:
                 stop_counting_late(after, slot)
-    if stopped != ENDED:
+    others_missed, others_preempted, least_slack_s = result.others_missed, result.others_preempted, engine.least_slack_s
+    if to_its_end:
+        engine.stops, engine.is_kept = NEVER, 0
+        loop.run(after, FOREVER, ANY_NUMBER, slot)
+    elif stopped != ENDED:
         reach_first_token(after, slot, due_s)
-    others_missed, others_preempted = result.others_missed, result.others_preempted
     read_result(after, slot, now_s, result)
     result.attained = keeps(after, slot)
     result.others_missed, result.others_preempted = others_missed, others_preempted
-    result.least_slack_s = engine.least_slack_s
-    if stopped != ENDED or engine.is_kept:
+    result.least_slack_s = least_slack_s
+    if not to_its_end and (stopped != ENDED or engine.is_kept):
         hide_unknown(result)
         if after.requests[slot].first_token_s < 0 and due_s < FOREVER:
             result.first_token_s = due_s - now_s + AFTER_S
