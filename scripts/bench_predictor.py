@@ -39,16 +39,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--rounds", type=int, default=200, help="forecasts per case")
+    parser.add_argument("--only-forecasts", action="store_true", help="neither replays nor steps of other engines")
     arguments = parser.parse_args()
-    results = [*measure_forecasts(arguments.rounds), *measure_replay(), *measure_hybrid_steps()]
+    results = list(measure_forecasts(arguments.rounds))
+    if not arguments.only_forecasts:
+        results += [*measure_replay(), *measure_hybrid_steps()]
     report("predictor", results, as_json=arguments.json)
 
 
 def measure_forecasts(rounds: int) -> Iterator[dict[str, object]]:
-    """Time forecasts in each case: to the candidate's last token, with all delays, and repeated."""
+    """Time forecasts in each case: to the candidate's last token, with all delays, or deadlines only; and repeated."""
     for caching in (False, True):
         for running, waiting in CASES:
-            for what in ("", "delays", "again"):
+            for what in ("", "delays", "deadlines", "again"):
                 times_us = [
                     microseconds(running, waiting, what, caching=caching, seed=seed, rounds=max(1, rounds // ENGINES))
                     for seed in range(ENGINES)
@@ -79,7 +82,13 @@ def microseconds(
     times = []
     for _ in range(rounds):
         start_ns = time.perf_counter_ns()
-        forecaster.forecast([candidate], now_s, delays=what == "delays", serial=serial)
+        forecaster.forecast(
+            [candidate],
+            now_s,
+            delays=what in ("delays", "deadlines"),
+            only_deadlines=what == "deadlines",
+            serial=serial,
+        )
         times.append((time.perf_counter_ns() - start_ns) / 1000)
     return statistics.median(times)
 

@@ -41,7 +41,8 @@ def warm_up(on_step: Callable[[], None] = lambda: None) -> float:
         engine = loaded_engine(config, constant_profile().step_time, [request])
         engine.advance(1.0)
         candidate = RequestFacts(request_id="candidate", prompt_tokens=20, output_tokens=4)
-        Forecaster(engine).forecast([candidate], engine.now_s)
+        for only_deadlines in (False, True):
+            Forecaster(engine).forecast([candidate], engine.now_s, only_deadlines=only_deadlines)
         engine_from(snapshot_of(engine, engine.now_s), constant_profile().step_time).next_step()
         engine.abort("running")
         on_step()

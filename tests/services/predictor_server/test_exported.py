@@ -78,6 +78,31 @@ def test_forecasts_equal_those_from_the_snapshot(tmp_path: Path) -> None:
     writer.close()
 
 
+def test_only_deadlines(tmp_path: Path) -> None:
+    """Which deadlines are kept comes with the times of a whole forecast, without delays and gains."""
+    writer = busy(writer_at(tmp_path / "state"))
+
+    async def test() -> None:
+        async with sidecar_of(tmp_path / "state", stall_s=NEVER_S) as client:
+            whole = (await client.predict(request(), with_delays=True)).predictions[0].forecast
+            fields = {"with_delays": True, "only_deadlines": True, "min_slack_s": 0.5}
+            short = (await client.predict(request(), **fields)).predictions[0].forecast
+            for name in ("ttft_s", "e2e_s", "queue_s", "attained", "others_missed", "others_preempted"):
+                assert getattr(short, name) == pytest.approx(getattr(whole, name), rel=1e-6), name
+            assert whole.HasField("delay_sum_s")
+            assert whole.HasField("gain_before")
+            for name in ("delay_sum_s", "delay_worst_s", "gain_before", "gain_after"):
+                assert not short.HasField(name), name
+            for wrong in (-0.1, math.nan, math.inf):
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await client.predict(request(), min_slack_s=wrong)
+                assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+                assert caught.value.details() == f"min_slack_s: must be at least 0 and finite, not {wrong}"
+
+    run(test())
+    writer.close()
+
+
 def test_the_acceptance_of_draft_tokens_is_learnt_from_the_counters(tmp_path: Path) -> None:
     """Forecasts expect what the engine has accepted so far, and say so; an engine that restarts is learnt again."""
     config = replace(CONFIG, speculative_method="ngram", num_speculative_tokens=3)

@@ -114,7 +114,7 @@ def test_when_the_whole_shortlist_fails_another_instance_is_reserved() -> None:
 
 
 def test_only_what_a_policy_reads_is_requested() -> None:
-    """Delays are forecast for policies that read them; without indicators no sidecar is watched."""
+    """Delays are forecast for policies that read them, or only deadlines; without indicators no sidecar is watched."""
 
     async def test() -> None:
         async with sidecars("a", "b") as stubs, scheduler(stubs, policy="round_robin") as client:
@@ -123,9 +123,13 @@ def test_only_what_a_policy_reads_is_requested() -> None:
             assert [stub.questions[-1].with_delays for stub in stubs] == [False, False]
             await client.decide(policy="marginal")
             assert [stub.questions[-1].with_delays for stub in stubs] == [True, True]
+            assert [stub.questions[-1].only_deadlines for stub in stubs] == [False, False]
             assert [stub.num_watched for stub in stubs] == [0, 0]
             await client.decide(policy="jsq")
             await until(lambda: [stub.num_watched for stub in stubs] == [1, 1])
+            await client.decide(policy="slo")
+            assert [stub.questions[-1].with_delays for stub in stubs] == [True, True]
+            assert [stub.questions[-1].only_deadlines for stub in stubs] == [True, True]
 
     run(test)
 
