@@ -25,7 +25,7 @@ class Forecaster:
     def __init__(self, engine: Engine) -> None:
         """Initialise it for an engine, with copies of its state to simulate in."""
         self.engine = engine
-        self._has_verdicts = is_compiled(engine.batcher)
+        self._has_verdicts = is_compiled(engine.batcher)  # it can stop where it is known which deadlines are kept
         self._simulate = (
             simulate_directly
             if self._has_verdicts

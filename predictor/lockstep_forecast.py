@@ -176,6 +176,7 @@ class LockstepForecaster(Forecaster):
         self._num_least = 0
         self._end_s, self._younger_s = -math.inf, 0.0
         self._simulate = self._simulate_beside
+        self._has_verdicts = False  # only whole forecasts follow the other ranks
 
     def beside(self, others: Sequence[RankPasses]) -> None:
         """Take the steps of the other ranks; what candidates share is made again."""

@@ -183,6 +183,7 @@ def test_an_idle_rank_is_forecast_at_the_pace_of_a_busy_one() -> None:
     forecaster = LockstepForecaster(idle)
     forecaster.beside([passes])
     (beside,) = forecaster.forecast([request("c", 1, 3)], 0.0)
+    assert forecaster.forecast([request("c", 1, 3)], 0.0, only_deadlines=True) == [beside]
     forecaster.beside([])
     (alone,) = forecaster.forecast([request("c", 1, 3)], 0.0)
     assert beside.e2e_s == pytest.approx(float(np.sum(passes.seconds[:3])))
