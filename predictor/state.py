@@ -22,7 +22,7 @@ PLAIN_LAYOUT, SWAP_LAYOUT, TWO_ENDED_LAYOUT = range(len(KV_LAYOUTS))
 # A request's status. PENDING: the engine's clock has not reached its arrival.
 PENDING, WAITING, RUNNING, FINISHED = 0, 1, 2, 3
 
-# When the run of a forecast ends early: as soon as certainly no setback follows, or also at the next setback.
+# When the run of a forecast ends early: never, or at the next setback and as soon as certainly none follows.
 NEVER, AT_SETBACK = range(2)
 
 # Expected numbers of tokens are summed up and rounded down, so a half at the start rounds to the nearest.

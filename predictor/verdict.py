@@ -168,8 +168,12 @@ def run_to_setback(state: State, slot: int) -> None:
 
 @kernel
 def reach_first_deadlines(state: State, due_s: float) -> None:
-    """Run until all first tokens that are due by then have come, or are certainly late, which is a setback."""
+    """Run until all first tokens that are due by then have come, or are certainly late, which is a setback.
+
+    An engine on which nothing happens any more has none: who waits for a setback would wait forever.
+    """
     engine = state.engine[0]
+    first_step = engine.num_steps
     loop.run(state, due_s, ANY_NUMBER, NONE)
     num_steps = NONE
     while num_steps < engine.num_steps and engine.now_s <= due_s and last_first_deadline_s(state) > 0:
@@ -177,6 +181,8 @@ def reach_first_deadlines(state: State, due_s: float) -> None:
             return
         num_steps = engine.num_steps
         loop.run(state, FOREVER, num_steps + 1, NONE)
+    if engine.num_steps == first_step:
+        return
     for place in range(queues.num_present(state)):
         slot = queues.present_at(state, place)
         engine.num_setbacks += state.requests[slot].output_tokens == 0 and has_missed(state, slot)

@@ -92,7 +92,7 @@ class Decision:
 
     def answers(self, answers: Mapping[str, Answer], now_s: float) -> Intention:
         """Take what the asked instances answered, by instance id; one that is missing is late."""
-        self._has_verdicts = False  # sidecars forecast to the end
+        self._has_verdicts = False  # sidecars forecast all times of the request
         asked, self._asked = self._asked, None
         comparison = self.comparison
         if asked is None:  # the chosen instance alone was asked

@@ -15,7 +15,7 @@ from predictor.config import EngineConfig
 from predictor.engine import Engine
 from predictor.forecast import Forecaster
 from predictor.forecast_result import Forecast
-from predictor.request import RequestFacts
+from predictor.request import RequestFacts, Slo
 from predictor.reserved_requests import ReservedRequests
 from predictor.state import FINISHED
 from predictor.step_time import Curve, StepTime
@@ -320,6 +320,20 @@ def test_a_request_that_is_never_served_has_infinite_times() -> None:
     (forecast,) = Forecaster(engine).forecast(load.our_requests(), 0.0)
     assert forecast.ttft_s == forecast.e2e_s == forecast.tpot_s == forecast.queue_s == math.inf
     assert forecast.delay_sum_s == 0.0
+
+
+def test_a_late_request_is_never_served() -> None:
+    """Behind such a head, and one that waits and is not late yet: which deadlines are kept is found without a setback."""
+    load = load_of("orca", (4, 2), num_gpu_blocks=2)
+    engine = Engine(load.config, AFFINE)
+    engine.add(RequestFacts(request_id="head", prompt_tokens=4, output_tokens=2, max_tokens=60))
+    engine.add(RequestFacts(request_id="waits", prompt_tokens=4, output_tokens=2, slo=Slo(ttft_s=9.0, tpot_s=1.0)))
+    late = RequestFacts(
+        request_id="late", prompt_tokens=4, output_tokens=2, slo=Slo(ttft_s=1.0, tpot_s=1.0), waited_s=5.0
+    )
+    for only_deadlines in (False, True):
+        (forecast,) = Forecaster(engine).forecast([late], 0.0, only_deadlines=only_deadlines)
+        assert (forecast.ttft_s, forecast.attained, forecast.others_missed) == (math.inf, 0.0, 0)
 
 
 def test_a_refused_candidate_leaves_no_slot() -> None:

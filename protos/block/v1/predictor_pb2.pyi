@@ -65,8 +65,8 @@ class PredictRequest(_message.Message):
     instance_id: _builtins.str
     """The addressed instance; others refuse (FAILED_PRECONDITION). Empty: the only instance of the sidecar."""
     only_deadlines: _builtins.bool
-    """With with_delays: of the effects on others it is enough to know whether any misses a deadline or is preempted, and
-    whether the least slack is at least min_slack_s. Less work; delays and gains are absent.
+    """With with_delays: of the effects on others it is enough to know whether any misses a deadline, or is preempted while
+    a deadline can be missed, and whether the least slack is at least min_slack_s. Less work; delays and gains are absent.
     """
     min_slack_s: _builtins.float
     @_builtins.property
