@@ -127,7 +127,7 @@ class InstanceEndpoint:
     async def _predictions(
         self, view: EngineView, messages: Any, detail: ForecastDetail | None
     ) -> list[predictor_pb2.Prediction]:
-        """Forecast the valid requests, or with None only read them, and refuse the others; in the order of the messages."""
+        """Forecast the valid requests, or with None only read them, and refuse the others; in the order of messages."""
         sidecar = self._sidecar
         read: list[Placeable | Refusal] = [
             self._request_or_refusal(message, view, known_as=f"candidate/{number}")
