@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 # How far a forecast is simulated: to the end, or until it is known which deadlines are kept. `OTHERS_KEPT`: those of
-# the other requests, whatever becomes of this one's.
-TO_THE_END, ALL_KEPT, OTHERS_KEPT = range(3)
+# the other requests, whatever becomes of this one's; `OTHERS_KEPT_AND_START`: and when this one starts. `FIRST_TOKEN`:
+# until the request has its first token.
+TO_THE_END, ALL_KEPT, OTHERS_KEPT, OTHERS_KEPT_AND_START, FIRST_TOKEN = range(5)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,7 @@ from predictor.forecast_kernels import (
     read_result,
     share_start,
 )
-from predictor.forecast_result import ALL_KEPT, OTHERS_KEPT
+from predictor.forecast_result import ALL_KEPT, OTHERS_KEPT, OTHERS_KEPT_AND_START
 from predictor.loop import ANY_NUMBER, FOREVER
 from predictor.state import AT_SETBACK, FINISHED, NEVER, NONE, State
 from predictor.state_copies import copy_blocks, copy_into, copy_requests, layer
@@ -64,8 +64,9 @@ def find_verdict(
     With `ALL_KEPT` that is also when the request itself misses a deadline or is preempted. The time of its first token
     is then found as well, or at least that it is after its deadline. What remains unknown is NaN, and of the others it
     is known only whether any is harmed. With `min_slack_s` it ends as soon as there is less slack, whoever is harmed.
-    Preemptions count until all requests that can keep their deadlines have ended: later ones make nobody late. With
-    `to_its_end` the request is simulated to its end in any case, so that all its times are known.
+    Preemptions count until all requests that can keep their deadlines have ended: later ones make nobody late. A late
+    request is not simulated further for its own sake, but to its start with `OTHERS_KEPT_AND_START`, and in any case to
+    its end with `to_its_end`, so that all its times are known.
     """
     engine = after.engine[0]
     engine.stops, engine.min_slack_s = AT_SETBACK, min_slack_s
@@ -93,8 +94,10 @@ def find_verdict(
     if to_its_end:
         engine.stops, engine.is_kept = NEVER, 0
         loop.run(after, FOREVER, ANY_NUMBER, slot)
-    elif stopped != ENDED:
+    elif stopped != ENDED and due_s < FOREVER:
         reach_first_token(after, slot, due_s)
+    elif until == OTHERS_KEPT_AND_START:
+        reach_start(after, slot)
     read_result(after, slot, now_s, result)
     result.attained = keeps(after, slot)
     result.others_missed, result.others_preempted = others_missed, others_preempted
@@ -123,7 +126,7 @@ def run_on(state: State, slot: int, due_s: float, own_counts: bool) -> int:
         loop.run(state, due_s, ANY_NUMBER, NONE)
         if engine.num_setbacks == 0 and not engine.is_kept and request.first_token_s < 0:
             return OWN_MISSED
-    run_to_setback(state, slot)
+    run_to_setback(state)
     if own_counts and (has_missed(state, slot) or request.num_preemptions > 0):
         return OWN_MISSED
     if loop.has_little_slack(state):
@@ -138,15 +141,15 @@ def run_until_kept(state: State) -> None:
     engine.stops, engine.num_setbacks = AT_SETBACK, 1
     while engine.num_setbacks > 0:
         engine.num_setbacks = 0
-        run_to_setback(state, NONE)
+        run_to_setback(state)
 
 
 @kernel
-def run_to_setback(state: State, slot: int) -> None:
+def run_to_setback(state: State) -> None:
     """Run until a setback, until none is possible any more, which is noted as `is_kept`, or to the end.
 
     None is possible once all requests that could miss a deadline have ended; the others, which are late, may go on for
-    much longer. `slot` is a request that is to end as well; NONE: there is none.
+    much longer.
     """
     engine = state.engine[0]
     num_steps = NONE
@@ -160,8 +163,6 @@ def run_to_setback(state: State, slot: int) -> None:
             reach_first_deadlines(state, due_s)
         elif last != NONE:
             loop.run(state, FOREVER, ANY_NUMBER, last)
-        elif slot != NONE and state.requests[slot].status != FINISHED:
-            loop.run(state, FOREVER, ANY_NUMBER, slot)
         else:
             engine.is_kept = 1
 
@@ -221,14 +222,27 @@ def can_miss(state: State, slot: int) -> bool:
 
 
 @kernel
-def reach_first_token(state: State, slot: int, due_s: float) -> None:
-    """Run on until a request has its first token, but not beyond its deadline."""
+def reach_first_token(state: State, slot: int, until_s: float) -> None:
+    """Run on until a request has its first token, but not beyond a time."""
     engine, request = state.engine[0], state.requests[slot]
     engine.stops = NEVER
     num_steps = NONE
-    while request.first_token_s < 0 and num_steps < engine.num_steps and due_s < FOREVER:
+    while request.first_token_s < 0 and num_steps < engine.num_steps:
         num_steps = engine.num_steps
-        loop.run(state, due_s, num_steps + FEW_STEPS, NONE)
+        loop.run(state, until_s, num_steps + FEW_STEPS, NONE)
+
+
+@kernel
+def reach_start(state: State, slot: int) -> None:
+    """Run on until a request is scheduled, or nothing happens any more."""
+    engine, request = state.engine[0], state.requests[slot]
+    is_kept = engine.is_kept
+    engine.stops, engine.is_kept = NEVER, 0
+    num_steps = NONE
+    while request.scheduled_s < 0 and num_steps < engine.num_steps:
+        num_steps = engine.num_steps
+        loop.run(state, FOREVER, num_steps + FEW_STEPS, NONE)
+    engine.is_kept = is_kept
 
 
 @small_kernel

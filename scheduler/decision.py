@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from predictor.forecast_result import ALL_KEPT, OTHERS_KEPT, TO_THE_END
+from predictor.forecast_result import OTHERS_KEPT, OTHERS_KEPT_AND_START, TO_THE_END
 from predictor.request import DECODE, PREFILL, SERVE
 from scheduler.admission.lateness import retry_after_s
 from scheduler.admission.wait import AdmissionWait, NextStep
@@ -228,7 +228,8 @@ class Decision:
             until = self._until()
             self._has_verdicts = until != TO_THE_END
             with_delays = self.policy.needs_delays
-            min_slack_s = self.policy.min_slack_s[self.request.indicators.late] if until == OTHERS_KEPT else 0.0
+            is_patient = until in (OTHERS_KEPT, OTHERS_KEPT_AND_START)
+            min_slack_s = self.policy.min_slack_s[self.request.indicators.late] if is_patient else 0.0
             self._asked = Ask(shortlisted, others, with_delays, comparison.leg, comparison.in_s, until, min_slack_s)
             return self._asked
         comparison.compared = shortlisted
@@ -237,11 +238,13 @@ class Decision:
     def _until(self) -> int:
         """Return how far forecasts have to be simulated; a refusal says by the whole of them when to come again."""
         admission, objective = self.admission, self.request.objective
-        if admission is None or not self.policy.needs_verdicts(patient=admission.is_patient):
+        if self.request.dry_run:
             return TO_THE_END
+        if admission is None:
+            return self.policy.until(patient=False)
         if objective.when_late == SHED_LATE or (objective.is_best_effort and not admission.may_wait):
             return TO_THE_END
-        return OTHERS_KEPT if admission.is_patient else ALL_KEPT
+        return self.policy.until(patient=admission.is_patient)
 
     def _rank(self, now_s: float) -> None:
         """Score the forecasts that came, and keep what an explanation needs beside them."""
@@ -396,6 +399,12 @@ class Decision:
     def is_admitted(self) -> bool:
         """Whether the chosen instance admits the request by the policy's condition."""
         return self.comparison.is_admitted
+
+    @property
+    def is_promised(self) -> bool:
+        """Whether the chosen instance keeps the deadlines of the request by forecast, by a policy that asks for it."""
+        admission = self.admission
+        return admission is not None and not admission.is_patient and self.policy.keeps_deadlines and self.is_admitted
 
     @property
     def explanation(self) -> Explanation:

@@ -26,8 +26,8 @@ class Ask(NamedTuple):
     """Have instances forecast a leg of the request that arrives there in `in_s`.
 
     The policy compares `candidates`; `others` are asked as well. `until` says how far a forecast has to be simulated
-    (`TO_THE_END`, `ALL_KEPT`, `OTHERS_KEPT`, of which the last may end where there is less slack than `min_slack_s`). A
-    forecast that was simulated further is accepted too.
+    (`TO_THE_END`, `ALL_KEPT`, `OTHERS_KEPT`, `OTHERS_KEPT_AND_START` or `FIRST_TOKEN`; those of the others' deadlines
+    may end where there is less slack than `min_slack_s`). A forecast that was simulated further is accepted too.
     """
 
     candidates: Candidates

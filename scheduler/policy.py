@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from predictor.forecast_result import ALL_KEPT, FIRST_TOKEN, OTHERS_KEPT, OTHERS_KEPT_AND_START, TO_THE_END
 from scheduler.candidates import Candidates, Rows
 from scheduler.columns import Column
 from scheduler.expressions import Expression, condition, number
@@ -38,6 +39,7 @@ ON_OTHERS = (
 VERDICTS = {
     "predicted_attained", "others_missed", "predicted_preemptions", "others_preempted", "predicted_queue_s"
 }  # fmt: skip
+OF_START = {"predicted_ttft_s", "predicted_queue_s"}  # known at the first token
 LEAST_SLACK = "least_slack_s"  # which patient requests compare with the policy's `min_slack_s`
 # What keeping a session on its instance may cost, and forecasts about deadlines, which it may not make worse.
 SESSION_COST, OF_DEADLINES = "predicted_e2e_s", ("predicted_attained", "others_missed")
@@ -121,7 +123,7 @@ class Policy:
             names |= {"predicted_ttft_s", "predicted_queue_s"}  # which say how late a request may start
         self.needs_delays = any(root.name in ON_OTHERS for root in roots)
         self._reads = (*entry.needs, *_needs_of(self._filter, self._tie_break, applies), *session_needs)
-        self._verdicts_suffice = {patient: self._do_verdicts_suffice(patient=patient) for patient in (False, True)}
+        self._until = {patient: self._simulated_until(patient=patient) for patient in (False, True)}
         self.long = spec.parameters.get("long", 0.0) if self.keeps_deadlines else 0.0  # 0: it defers no request
         # that `least_slack_s` has to reach: of best effort, and of late requests
         self.min_slack_s = tuple(spec.parameters[name] for name in entry.least_slack or ()) or (0.0, 0.0)
@@ -135,16 +137,23 @@ class Policy:
         if _needs_forecast(_needs_of(self._filter)):
             raise ValueError("policy: filter: reads forecasts, which are made only for candidates that pass it")
 
-    def needs_verdicts(self, *, patient: bool) -> bool:
-        """Whether it reads no more of a forecast than which deadlines are kept, for a patient request or another."""
-        return self._verdicts_suffice[patient]
+    def until(self, *, patient: bool) -> int:
+        """Return how far forecasts have to be simulated for a patient request, or for another."""
+        return self._until[patient]
 
-    def _do_verdicts_suffice(self, *, patient: bool) -> bool:
-        if not self.keeps_deadlines or self.length_quantiles > 1:
-            return False
-        admits = self._harmless if patient else self._hold
-        known = VERDICTS | {LEAST_SLACK} if patient else VERDICTS
-        return _forecast_fields((*self._reads, *_needs_of(admits))) <= known
+    def _simulated_until(self, *, patient: bool) -> int:
+        if self.length_quantiles > 1:
+            return TO_THE_END
+        if not self.holds:
+            return FIRST_TOKEN if _forecast_fields(self.needs) <= OF_START and not self.needs_delays else TO_THE_END
+        if not self.keeps_deadlines:
+            return TO_THE_END
+        fields = _forecast_fields((*self._reads, *_needs_of(self._harmless if patient else self._hold)))
+        if not fields <= (VERDICTS | {LEAST_SLACK} if patient else VERDICTS):
+            return TO_THE_END
+        if not patient:
+            return ALL_KEPT
+        return OTHERS_KEPT_AND_START if "predicted_queue_s" in fields else OTHERS_KEPT
 
     @property
     def parts(self) -> tuple[Policy, ...]:

@@ -225,7 +225,7 @@ def made(
             [facts],
             now_s,
             delays=ask.with_delays,
-            only_deadlines=ask.until != TO_THE_END,
+            only_deadlines=ask.with_delays and ask.until != TO_THE_END,
             min_slack_s=ask.min_slack_s,
             serial=serial,
         )

@@ -54,8 +54,9 @@ def simulation(
     conditions: Conditions,
     *,
     seed: int = 0,
+    whole_forecasts: bool = True,
 ) -> Simulation:
-    """Make a cluster ready to run."""
+    """Make a cluster ready to run; without whole forecasts, they only have the times that the policy reads."""
     if len(work) == 0:
         raise ValueError("requests: must not be empty")
     require_outages(conditions.outages, len(specs))
@@ -87,7 +88,9 @@ def simulation(
         requests=_requests(work, lengths, conditions.order_s_per_token),
         scheduler_of=_schedulers_of(work, conditions.num_schedulers, draws),
         queue_order=queue_order,
-        forecasts=SimulatedForecasts(made, len(specs), deadline_margin_s=conditions.deadline_margin_s),
+        forecasts=SimulatedForecasts(
+            made, len(specs), deadline_margin_s=conditions.deadline_margin_s, whole=whole_forecasts
+        ),
         available=AvailableInstances(len(specs), _possible(specs, lengths)),
         reported=np.zeros_like(schedulers[0].table.known.reported),
         decisions=decisions,

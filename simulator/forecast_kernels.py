@@ -12,12 +12,12 @@ import numpy as np
 from predictor import loop, queues, remote_kv
 from predictor.compiled import direct, kernel, small_kernel
 from predictor.forecast_kernels import compare, read_result, stop_counting_on_time
-from predictor.forecast_result import TO_THE_END
+from predictor.forecast_result import FIRST_TOKEN, TO_THE_END
 from predictor.loop import ANY_NUMBER, FOREVER
 from predictor.state import DECODE_LEG, HELD, NONE, PREFILL_LEG, State
 from predictor.state_copies import copy_blocks, copy_into, copy_requests, layer
 from predictor.tabulated_costs import step_seconds
-from predictor.verdict import find_verdict
+from predictor.verdict import find_verdict, hide_unknown, reach_first_token
 from simulator.fleet_arrays import CANDIDATE, EngineArrays, Requests, engine_at
 from simulator.predicted_lengths import predicted_tokens
 from simulator.request_slots import as_decode_leg, as_prefill_leg, fill_slot
@@ -183,7 +183,8 @@ def forecast(
 ) -> None:  # fmt: skip
     """Forecast a request, or a leg of it, that arrives in `in_s` at each of some engines, as their sidecars would.
 
-    With delays it may be simulated only `until` it is known which deadlines are kept, with `min_slack_s` to spare.
+    With delays it may be simulated only `until` it is known which deadlines are kept, with `min_slack_s` to spare, and
+    without them only to its first token.
     """
     slot = CANDIDATE
     for row in range(len(indices)):
@@ -213,6 +214,12 @@ def forecast(
         queues.announce(with_it, slot)
         if with_delays and until != TO_THE_END:
             find_verdict(before, known, without_it, with_it, slot, now_s, until, min_slack_s, False, results[row])
+            continue
+        if until == FIRST_TOKEN and not with_delays:
+            reach_first_token(with_it, slot, FOREVER)
+            read_result(with_it, slot, now_s, results[row])
+            if results[row].first_token_s < np.inf:
+                hide_unknown(results[row])
             continue
         loop.run(with_it, FOREVER, ANY_NUMBER, NONE if with_delays else slot)
         read_result(with_it, slot, now_s, results[row])

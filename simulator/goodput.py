@@ -94,12 +94,16 @@ class TooManyMissedError(Exception):
 def run_trial(trial: GoodputTrial) -> dict[str, Any]:
     """Run a trial; one that certainly fails is stopped, and has only shares that cannot be exceeded any more.
 
-    With tiers, `num_serving` is how many instances are in tiers, or leave one, while the counted requests arrive.
+    `admitted` is the share of the requests that were placed where their deadlines are kept by forecast, and
+    `admitted_missed` the share of these that missed one. With tiers, `num_serving` is how many instances are in tiers,
+    or leave one, while the counted requests arrive.
     """
     scenario = trial.scenario
     work, counts = requests_of(trial)
     levels = with_deadlines(work)
-    running = simulation(scenario.instance_specs(), work, trial.policy, scenario.conditions, seed=trial.seed)
+    running = simulation(
+        scenario.instance_specs(), work, trial.policy, scenario.conditions, seed=trial.seed, whole_forecasts=False
+    )
     moved = moved_between_tiers(running, trial.tiers) if trial.tiers else None
     has_deadline = ~np.isnan(levels.ttft_slo_s) & counts
     last = np.flatnonzero(counts)[-1]
@@ -122,6 +126,9 @@ def run_trial(trial: GoodputTrial) -> dict[str, Any]:
         found = attained_in(running.run(watch), counts)
     except TooManyMissedError:
         return {**at_most, "is_stopped": True}
+    promised = has_deadline & (running.decisions.promised > 0)
+    found["admitted"] = float(promised.sum() / has_deadline.sum())
+    found["admitted_missed"] = float(missed_so_far(running)[promised].mean()) if promised.any() else math.nan
     if moved is not None:
         start_s, end_s = work.arrival_s[counts][[0, -1]]
         found["num_serving"] = moved.serving_s(end_s, start_s) / max(end_s - start_s, LEAST_S)

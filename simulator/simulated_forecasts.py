@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from predictor.forecast_kernels import RESULT
+from predictor.forecast_result import FIRST_TOKEN, TO_THE_END
 from predictor.lengths import quantile_medians
 from predictor.request import LEGS, PREFILL
 from predictor.state import State
@@ -40,10 +41,13 @@ AVERAGED = {"predicted_attained", "others_missed", "gain_before", "gain_after"} 
 class SimulatedForecasts:
     """Forecasts requests on the engines of a cluster as their sidecars would."""
 
-    def __init__(self, policy: Policy, num_instances: int, *, deadline_margin_s: float) -> None:
-        """Start without a workspace; only the columns that the policy reads are made."""
+    def __init__(self, policy: Policy, num_instances: int, *, deadline_margin_s: float, whole: bool = True) -> None:
+        """Start without a workspace; only the columns that the policy reads are made.
+
+        With `whole` forecasts also have the times that come after the last one that the policy reads, for reports.
+        """
         self.results = np.zeros(num_instances, RESULT).view(np.recarray)  # of the last forecast, by candidate
-        self._deadline_margin_s = deadline_margin_s
+        self._deadline_margin_s, self._whole = deadline_margin_s, whole
         needed = {name for part in policy.parts if part.needs_forecast for name in part.forecast_columns}
         needed.add("predicted_e2e_s")
         self._needs_tpot = "predicted_tpot_s" in needed
@@ -82,8 +86,9 @@ class SimulatedForecasts:
         facts = requests.facts[number]
         ttft_slo_s = facts.ttft_slo_s
         facts.ttft_slo_s = ttft_slo_s - self._deadline_margin_s
+        until = TO_THE_END if self._whole and ask.until == FIRST_TOKEN else ask.until
         forecast_kernels.forecast_directly(
-            fleet, requests, self._workspace_of(fleet), number, rows, now_s, ask.with_delays, ask.until,
+            fleet, requests, self._workspace_of(fleet), number, rows, now_s, ask.with_delays, until,
             ask.min_slack_s, leg, ask.in_s, results,
         )  # fmt: skip
         facts.ttft_slo_s = ttft_slo_s

@@ -72,7 +72,7 @@ class ForecastFanOut:
         message = predictor_pb2.PredictRequest(
             requests=[request],
             with_delays=ask.with_delays,
-            only_deadlines=ask.until != TO_THE_END,
+            only_deadlines=ask.with_delays and ask.until != TO_THE_END,
             min_slack_s=ask.min_slack_s,
         ).SerializeToString()
         return [(connection, connection.ask(message, names)) for connection, names in by_connection.items()]

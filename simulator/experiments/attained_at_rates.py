@@ -11,6 +11,8 @@ from simulator.experiments.goodput_comparison import trial_of
 from simulator.goodput import run_trial
 from simulator.parallel import Runner
 
+TITLES = ("setting", "variant", "seed", "requests/s", "attained", "of the tokens", "admitted", "of these missed")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttainedAtRate:
@@ -22,6 +24,8 @@ class AttainedAtRate:
     rate: float
     attained: float
     attained_tokens: float
+    admitted: float  # in time by forecast; NaN of a stopped trial
+    admitted_missed: float  # of these
     is_stopped: bool
 
 
@@ -52,6 +56,8 @@ def attained_at(
             rate=rate,
             attained=shown["attained"],
             attained_tokens=shown["attained_tokens"],
+            admitted=shown.get("admitted", math.nan),
+            admitted_missed=shown.get("admitted_missed", math.nan),
             is_stopped=bool(shown.get("is_stopped")),
         )
         on_progress(len(found), len(trials))
@@ -60,9 +66,11 @@ def attained_at(
 
 def attained_table(rows: Sequence[AttainedAtRate]) -> str:
     """Return what trials have shown as Markdown."""
-    lines = ["| setting | variant | seed | requests/s | attained | of the tokens |", "|---" * 6 + "|"]
+    lines = [f"| {' | '.join(TITLES)} |", "|---" * len(TITLES) + "|"]
     for row in rows:
         sign = "< " if row.is_stopped else ""
-        shares = f"{sign}{row.attained:.1%} | {sign}{row.attained_tokens:.1%}"
-        lines.append(f"| {row.setting} | {row.variant} | {row.seed} | {row.rate:g} | {shares} |")
+        attained = (f"{sign}{row.attained:.1%}", f"{sign}{row.attained_tokens:.1%}")
+        admitted = ("" if math.isnan(share) else f"{share:.1%}" for share in (row.admitted, row.admitted_missed))
+        cells = (row.setting, row.variant, str(row.seed), f"{row.rate:g}", *attained, *admitted)
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

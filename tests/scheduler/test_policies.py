@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import scheduler.policies
+from predictor.forecast_result import ALL_KEPT, FIRST_TOKEN, OTHERS_KEPT, OTHERS_KEPT_AND_START, TO_THE_END
 from scheduler.candidates import Candidates, RequestIndicators
 from scheduler.indicators import IndicatorSource, require_indicator, roots_of
 from scheduler.instance_table import InstanceTable
@@ -838,3 +839,21 @@ def test_an_instance_that_does_not_say_how_strict_it_is_admits_requests(name: st
     assert policy.admits(candidates, patient=False)[0]
     assert policy.admits(candidates, patient=True).all()  # an idle instance has no slack to say
     assert policy.eligible(candidates).instance_id(0) == "a"
+
+
+@pytest.mark.parametrize(
+    ("text", "until"),
+    [
+        ("block", (TO_THE_END, TO_THE_END)),
+        ("block: session_affinity = 0.1", (TO_THE_END, TO_THE_END)),
+        ("block_ttft", (FIRST_TOKEN, FIRST_TOKEN)),
+        ("gorouting", (TO_THE_END, TO_THE_END)),
+        ("polyserve", (ALL_KEPT, OTHERS_KEPT)),
+        ("slo", (ALL_KEPT, OTHERS_KEPT_AND_START)),
+        ("slo: length_quantiles = 3", (TO_THE_END, TO_THE_END)),
+    ],
+)
+def test_forecasts_are_simulated_as_far_as_a_policy_reads_them(text: str, until: tuple[int, int]) -> None:
+    """For a request that can be in time, and for a patient one."""
+    policy = policy_from(text, seed=1)
+    assert (policy.until(patient=False), policy.until(patient=True)) == until

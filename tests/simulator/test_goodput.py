@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -93,6 +94,19 @@ def test_trials_count_requests_and_tokens() -> None:
     found = attained_in(result)
     assert 0 < found["attained"] == whole.mean() < 1
     assert found["attained_tokens"] == pytest.approx(np.average(whole, weights=tokens))
+
+
+def test_trials_say_what_was_admitted_in_time() -> None:
+    """Forecasts that are exact break hardly a promise, those of steps that take other times do; `jsq` makes none."""
+    trial = GoodputTrial(scenario=small(), policy="slo", rate=30.0, seed=0, share=1e-9)
+    found = run_trial(trial)
+    assert 0 < found["attained"] <= found["admitted"] < 1
+    assert found["admitted_missed"] < 0.01
+    noisy = run_trial(dataclasses.replace(trial, scenario=small(conditions={"step_noise": 0.5})))
+    assert noisy["admitted_missed"] > found["admitted_missed"]
+    jsq = run_trial(dataclasses.replace(trial, policy="jsq"))
+    assert jsq["admitted"] == 0
+    assert math.isnan(jsq["admitted_missed"])
 
 
 def test_a_warm_up_shows_what_a_short_run_hides() -> None:

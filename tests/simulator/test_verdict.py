@@ -9,14 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from predictor.forecast_result import ALL_KEPT, OTHERS_KEPT, TO_THE_END
+from predictor.forecast_result import ALL_KEPT, FIRST_TOKEN, OTHERS_KEPT, OTHERS_KEPT_AND_START, TO_THE_END
 from simulator import forecast_kernels
-from simulator.assembly import simulate
+from simulator.assembly import simulate, simulation
 from simulator.scenario import Scenario
 from tests.simulator.test_promises import AGENT, BATCH, CAPACITY, CHAT, ENGINE, cluster
 
 UNTIL = 7  # the position among the arguments of a forecast; the next one is the least slack
 MIN_SLACK_S = 0.5
+WAYS = ((ALL_KEPT, 0.0), (OTHERS_KEPT, 0.0), (OTHERS_KEPT_AND_START, MIN_SLACK_S), (TO_THE_END, 0.0))
 MIX = [{**one, "share": 3} for one in (CHAT, AGENT, BATCH)]
 
 
@@ -32,20 +33,25 @@ class Verdicts:
         """Compare, and return the whole results."""
         results = arguments[-1]
         made = {}
-        for until, min_slack_s in ((ALL_KEPT, 0.0), (OTHERS_KEPT, 0.0), (OTHERS_KEPT, MIN_SLACK_S), (TO_THE_END, 0.0)):
+        for until, min_slack_s in WAYS:
             self._forecast(*arguments[:UNTIL], until, min_slack_s, *arguments[UNTIL + 2 :])
             made[until, min_slack_s] = results.copy()
         whole, verdict = made[TO_THE_END, 0.0], made[ALL_KEPT, 0.0]
         harms = harmful(whole)
         self._compare(harmful(made[OTHERS_KEPT, 0.0]), harms, whole)
-        with_slack = made[OTHERS_KEPT, MIN_SLACK_S]
+        with_slack = made[OTHERS_KEPT_AND_START, MIN_SLACK_S]
         leaves_slack = ~harms & (whole["least_slack_s"] >= MIN_SLACK_S)
-        self._compare(~harmful(with_slack) & (with_slack["least_slack_s"] >= MIN_SLACK_S), leaves_slack, whole)
+        found = ~harmful(with_slack) & (with_slack["least_slack_s"] >= MIN_SLACK_S)
+        self._compare(found, leaves_slack, whole)
+        starts = found & leaves_slack & (whole["scheduled_s"] < np.inf)
+        np.testing.assert_allclose(with_slack["scheduled_s"][starts], whole["scheduled_s"][starts], rtol=0, atol=1e-9)
         harms |= whole["num_preemptions"] > 0
         kept = (whole["attained"] > 0) & ~harms
         ours = (verdict["attained"] > 0) & ~harmful(verdict) & (verdict["num_preemptions"] == 0)
         self._compare(ours, kept, whole)
         kept &= ours
+        if np.isnan(arguments[1].facts[arguments[3]].ttft_slo_s):
+            kept[:] = False  # without a deadline it is not known when a first token comes
         np.testing.assert_allclose(verdict["first_token_s"][kept], whole["first_token_s"][kept], rtol=0, atol=1e-9)
         assert not (verdict["finished_s"][whole["finished_s"] < np.inf] == np.inf).any()
         self.seen.update({
@@ -55,6 +61,7 @@ class Verdicts:
             "others missed": int((whole["others_missed"] > 0).sum()),
             "others preempted": int((whole["others_preempted"] > 0).sum()),
             "ended early": int(np.isnan(verdict["finished_s"]).sum()),
+            "started": int((starts & np.isnan(with_slack["finished_s"])).sum()),
             "little slack": int((~harmful(whole) & ~leaves_slack).sum()),
         })  # fmt: skip
 
@@ -97,4 +104,30 @@ def test_they_agree(monkeypatch: pytest.MonkeyPatch, engine: dict[str, Any], pol
     seen = seen_in(monkeypatch, scenario, 4.0 * CAPACITY, policy)
     refused = seen["own missed"] + seen["others missed"] + seen["others preempted"]
     assert min(seen["kept"], refused, seen["ended early"], seen["little slack"]) > 10, seen
+    assert seen["started"] > 0, seen
     assert seen["preempted later"] <= 0.02 * seen["forecasts"], seen
+
+
+def test_goodput_of_a_rule_that_reads_first_tokens_does_not_need_whole_forecasts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Forecasts until the first token lead to the same placements as whole ones, and their later times are unknown."""
+    scenario = cluster(MIX, 150)
+    specs, work = scenario.instance_specs(), scenario.workload(2.0 * CAPACITY, 0)
+    asked: list[int] = []
+
+    def forecast(*arguments: Any) -> None:
+        asked.append(arguments[UNTIL])
+        whole_forecast(*arguments)
+
+    whole_forecast = forecast_kernels.forecast_directly
+    monkeypatch.setattr(forecast_kernels, "forecast_directly", forecast)
+    whole = simulation(specs, work, "block_ttft", scenario.conditions).run()
+    assert set(asked) == {TO_THE_END}
+    asked.clear()
+    short = simulation(specs, work, "block_ttft", scenario.conditions, whole_forecasts=False).run()
+    assert set(asked) == {FIRST_TOKEN}
+    np.testing.assert_array_equal(short.decisions.instance, whole.decisions.instance)
+    np.testing.assert_allclose(short.decisions.predicted_ttft_s, whole.decisions.predicted_ttft_s, rtol=0, atol=1e-9)
+    assert np.isnan(short.decisions.predicted_e2e_s).all()
+    assert np.isfinite(whole.decisions.predicted_e2e_s).all()
