@@ -17,6 +17,7 @@ OVERLOAD_S = 10.0  # after a request had to wait that was not late
 MIN_ARRIVALS, MAX_ARRIVALS = 32, 512  # by which the longest requests are known
 FOUND_FOR_ARRIVALS, FOUND_FOR_S = 8, 1.0  # how long the longest requests stay the same
 DEFERRED_WEIGHT = 0.8  # of deferred work; less than 1, so that deferring ends with the overload
+LIGHT, DEEP = 0.07, 0.12  # overload, by the share of all work that is late
 
 
 @dataclass(slots=True)
@@ -64,7 +65,8 @@ class LateWork:
     def arrived(self, lane: int, work_s: float, now_s: float, *, long: float) -> bool:
         """Count a request; return whether it is deferred: it gives up its deadlines, so that others keep theirs.
 
-        That is so where work was late recently, and the request takes at least `long` times the mean of its lane.
+        That is so where work was late recently, and the request takes at least `long` times the mean of its lane. In
+        light overload, which mostly ends before such a request would be late, it is up to twice as much.
         """
         counts = self._lane(lane, now_s)
         counts.all_s += work_s
@@ -72,7 +74,7 @@ class LateWork:
         counts.num_arrived += 1
         if counts.num_arrived % FOUND_FOR_ARRIVALS == 0 or now_s > counts.found_s + FOUND_FOR_S:
             counts.find_bound()
-        is_deferred = work_s >= max(counts.bound_s, long * counts.mean_s)
+        is_deferred = work_s >= counts.bound_s and work_s >= (2.0 - self._depth(now_s)) * long * counts.mean_s
         if is_deferred:
             counts.late_s += DEFERRED_WEIGHT * work_s
         return is_deferred
@@ -88,6 +90,16 @@ class LateWork:
     def is_overload(self, now_s: float) -> bool:
         """Return whether a request waited recently."""
         return now_s - self._waited_s < OVERLOAD_S
+
+    def _depth(self, now_s: float) -> float:
+        """Return how deep the overload is, over all lanes: 0 where it is light, 1 where it is deep."""
+        late_s = all_s = 0.0
+        for counts in self._lanes.values():
+            counts.fade(now_s)
+            late_s += counts.late_s
+            all_s += counts.all_s
+        share = late_s / all_s if all_s > 0 else 0.0
+        return min(1.0, max(0.0, (share - LIGHT) / (DEEP - LIGHT)))
 
     def _lane(self, lane: int, now_s: float) -> _Lane:
         counts = self._lanes.get(lane)

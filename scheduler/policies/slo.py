@@ -13,7 +13,8 @@ instance is as good as one of the own tier if the prefix saves more than its sho
 
 Best effort goes first to instances that have no deadline to keep, then to the loosest, and so do late requests: to the
 busiest of these, so that few instances miss deadlines. They wait while others wait that can be in time. Under overload
-requests that take at least `long` times the mean are late, so that they are few (`scheduler/admission/late_work.py`).
+requests that take at least `long` times the mean are late, in light overload twice as long ones, so that they are few
+(`scheduler/admission/late_work.py`).
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
+import pytest
+
 from scheduler.admission.late_work import MIN_ARRIVALS, OVERLOAD_S, LateWork
 
 LANE, OTHER = -10, -6
@@ -66,6 +68,20 @@ def test_only_requests_that_take_long_are_deferred() -> None:
         assert not works.arrived(LANE, 1.0 + 0.5 * (number % 2), 0.1 * number, long=2.5)
         works.became_late(LANE, 0.3, 0.1 * number)
     assert not overloaded(LateWork(), 2000, long=100.0)[0]
+
+
+@pytest.mark.parametrize(("share", "times"), [(0.03, 2.0), (0.095, 1.5), (0.3, 1.0)])
+def test_in_light_overload_only_requests_that_take_twice_as_long_are_deferred(share: float, times: float) -> None:
+    """By the share of the work of all lanes that is late; what is late in another lane counts as well."""
+    works = LateWork()
+    for _ in range(499):  # at one moment, so that nothing fades
+        works.arrived(LANE, 1.0, 0.0, long=99.0)
+        works.arrived(OTHER, 1.0, 0.0, long=99.0)
+        works.became_late(LANE, share, 0.0)
+        works.became_late(OTHER, share, 0.0)
+    mean_s = 1.01  # of the last 512, with one of the requests below
+    assert not works.arrived(LANE, 2.5 * times * mean_s * 0.98, 0.0, long=2.5)
+    assert works.arrived(LANE, 2.5 * times * mean_s * 1.02, 0.0, long=2.5)
 
 
 def test_deferring_ends_with_the_overload() -> None:
