@@ -24,8 +24,8 @@ class AttainedAtRate:
     rate: float
     attained: float
     attained_tokens: float
-    admitted: float  # in time by forecast; NaN of a stopped trial
-    admitted_missed: float  # of these
+    admitted: float | None  # in time by forecast; None for a trial that was stopped
+    admitted_missed: float | None  # of these; None where there are none
     is_stopped: bool
 
 
@@ -56,8 +56,8 @@ def attained_at(
             rate=rate,
             attained=shown["attained"],
             attained_tokens=shown["attained_tokens"],
-            admitted=shown.get("admitted", math.nan),
-            admitted_missed=shown.get("admitted_missed", math.nan),
+            admitted=shown.get("admitted"),
+            admitted_missed=shown.get("admitted_missed"),
             is_stopped=bool(shown.get("is_stopped")),
         )
         on_progress(len(found), len(trials))
@@ -70,7 +70,7 @@ def attained_table(rows: Sequence[AttainedAtRate]) -> str:
     for row in rows:
         sign = "< " if row.is_stopped else ""
         attained = (f"{sign}{row.attained:.1%}", f"{sign}{row.attained_tokens:.1%}")
-        admitted = ("" if math.isnan(share) else f"{share:.1%}" for share in (row.admitted, row.admitted_missed))
+        admitted = ("" if share is None else f"{share:.1%}" for share in (row.admitted, row.admitted_missed))
         cells = (row.setting, row.variant, str(row.seed), f"{row.rate:g}", *attained, *admitted)
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

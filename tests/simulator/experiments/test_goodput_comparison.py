@@ -175,6 +175,8 @@ def test_what_is_attained_at_a_rate(tmp_path: Path) -> None:
     assert all(row["attained"] >= 0.9 for row in rows[:2])
     assert [row["is_stopped"] for row in rows] == [False, False, True, True]
     assert all(row["attained"] < 0.9 for row in rows[2:])
+    assert [row["admitted"] for row in rows] == [0.0, 0.0, None, None]  # `jsq` asks for no forecast
+    assert all(row["admitted_missed"] is None for row in rows)
     assert "| small_fast | jsq | 1 | 500 | < " in CliRunner().invoke(block, arguments, catch_exceptions=False).stdout
 
 
