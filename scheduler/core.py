@@ -33,12 +33,12 @@ from scheduler.prefix.prompt import PromptPrefixes
 from scheduler.sessions import SessionMemory
 
 MAX_MODELS = 1024  # whose admitted tokens and late work are counted; callers may name any adapter
-# Turns of other kinds say who goes first; there no request is late because it takes long.
+# Only with these turns long requests are deferred: the other turns decide by themselves who goes first.
 BY_TIME_OR_LENGTH = (ARRIVAL_TURN, DEADLINE_TURN, SHORTEST_TURN)
-MAX_POLICIES = 64  # that requests ask for by themselves
-MAX_HAND_OVER_S = 1.0  # a longer one was a fault, from which nothing is learned
-PREFILL_FADE = 0.001  # of the least time per prompt token, for each forecast
-HAND_OVER_WEIGHT = 0.05  # of each new one in the average
+MAX_POLICIES = 64  # that are kept for requests that name one
+MAX_HAND_OVER_S = 1.0  # a longer one is taken for a fault and ignored
+PREFILL_FADE = 0.001  # by which the least time per prompt token grows with each forecast
+HAND_OVER_WEIGHT = 0.05  # of each new value in the average
 
 Counts = TypeVar("Counts")
 
@@ -54,14 +54,14 @@ class DecisionRules:
     max_held_of_tenant: int = sys.maxsize
     max_held_best_effort: int = sys.maxsize
     admission_turn: str = ARRIVAL_TURN  # the order in which requests of a lane of the admission queue get their turn
-    best_effort_share: float = 0.05  # of the admitted tokens, which best effort gets even where that makes others late
-    forecast_always: bool = False  # have the chosen instance forecast, where the policy does without
+    best_effort_share: float = 0.05  # of the admitted tokens: best effort gets it also where that makes others late
+    forecast_always: bool = False  # ask the chosen instance for a forecast also where the policy needs none
     without_pool: str = SERVE_WHOLE  # what happens to a request that needs a pool which is empty or down
     hand_over_s: float = 0.003  # from the end of a prefill leg to the arrival of the decode leg, until it is measured
     explains: bool = True  # keep what an explanation needs
 
     def __post_init__(self) -> None:
-        """Refuse words that mean nothing, naming the field."""
+        """Refuse invalid values; the error names the field."""
         if self.without_pool not in WITHOUT_POOL:
             raise ValueError(f"without_pool: {self.without_pool!r} is none of {', '.join(WITHOUT_POOL)}")
         turn_named(self.admission_turn)
@@ -75,7 +75,7 @@ class DecisionRules:
 
 
 class SchedulerCore:
-    """Makes decisions. It has no clock, no I/O and no randomness of its own; any number may be under way at once.
+    """Makes decisions, any number of them at once. It has no clock, no I/O and no randomness of its own.
 
     `ready` holds the waiting decisions that are to be ticked now: a driver takes them after every event.
     """
@@ -108,7 +108,7 @@ class SchedulerCore:
         self._refusals_of: tuple[str, ...] = ()
         self._shares: dict[str, ClassShares] = {}  # by model
         self._late_work: dict[str, LateWork] = {}  # by model
-        self.defers = self.rules.admission_turn in BY_TIME_OR_LENGTH  # requests that take long, under overload
+        self.defers = self.rules.admission_turn in BY_TIME_OR_LENGTH  # long requests, under overload
         self.least_prefill_token_s = 0.0  # from the first step to the first token, over the length of the prompt
         self._policies: dict[str, Policy] = {}
         self.policy = self.policy_named(policy) if isinstance(policy, str) else policy
@@ -145,7 +145,7 @@ class SchedulerCore:
             self.hand_over_s += HAND_OVER_WEIGHT * (seconds - self.hand_over_s)
 
     def observe_prefill(self, token_s: float) -> None:
-        """Learn how long a prompt token takes at least, by forecasts; the least counts less and less."""
+        """Learn the least time per prompt token from forecasts; an old minimum grows with each forecast."""
         known = self.least_prefill_token_s
         self.least_prefill_token_s = min(token_s, known * (1 + PREFILL_FADE)) if known else token_s
 
@@ -180,7 +180,7 @@ class SchedulerCore:
         return self._queues.get(model)
 
     def join(self, decision: Decision, waiting: WaitingRequest, deadline_s: float) -> AdmissionQueue:
-        """Add a decision to its model's admission queue; if that is too long, the oldest is next."""
+        """Add a decision to its model's admission queue; if that is too long, wake the request that has to leave."""
         model = decision.request.model
         queue = self._queues.get(model)
         if queue is None:
@@ -194,7 +194,7 @@ class SchedulerCore:
         return queue
 
     def limit_for(self, request: PlacementRequest) -> str:
-        """Return the limit that keeps a request from waiting: a reason to shed it, empty where there is none."""
+        """Return the limit that forbids a request to wait, as a reason to shed it; empty where there is none."""
         queue = self._queues.get(request.model) or AdmissionQueue()
         is_full = len(queue) >= self.rules.max_held or queue.num_tokens >= self.rules.max_held_tokens
         if is_full and request.objective.when_late == SHED:
@@ -206,7 +206,7 @@ class SchedulerCore:
         return ""
 
     def leave(self, request: PlacementRequest, number: int, now_s: float) -> None:
-        """Remove a request from its queue; it is the turn of the next one, in every lane."""
+        """Remove a request from its queue, and wake the first request of every lane."""
         queue = self._queues[request.model]
         queue.leave(number)
         del self.waiting[number]
@@ -219,7 +219,7 @@ class SchedulerCore:
             del self._queues[request.model]  # callers may name any model
 
     def move(self, request: PlacementRequest, waiting: WaitingRequest, deadline_s: float, now_s: float) -> None:
-        """Move a request to another lane of its queue; it is the turn of the next one in the lane that it leaves."""
+        """Move a request to another lane of its queue, and wake the first requests of the lanes, except itself."""
         queue = self._queues[request.model]
         queue.change(deadline_s, waiting)
         for head in queue.heads(now_s):
@@ -247,7 +247,7 @@ class SchedulerCore:
         return dict(found)
 
     def refusals(self, lane: int = 0) -> RecentRefusals:
-        """Return which instances admitted no request of a lane recently; forgotten when the list of them changes."""
+        """Return which instances admitted no request of a lane recently; a new list of instances clears this."""
         ids = self.instances.table.known.instance_ids
         if ids is not self._refusals_of:
             self._refusals, self._refusals_of = {}, ids
@@ -261,7 +261,7 @@ class SchedulerCore:
         self.shares_of(request.model).count(tokens, now_s, best_effort=request.objective.is_best_effort)
 
     def shares_of(self, model: str) -> ClassShares:
-        """Return what the requests of a model that were admitted had in tokens."""
+        """Return the counts of admitted tokens of a model, by class."""
         return _of_model(self._shares, model, ClassShares)
 
     def late_work_of(self, model: str) -> LateWork:

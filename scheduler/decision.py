@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 POOL_OF = {PREFILL: RolePool.PREFILL, DECODE: RolePool.DECODE}  # where a leg alone is placed
 
-# Of an instance in one of these states it is unknown whether it could reserve anything.
+# Of an instance in one of these states it is unknown whether it can reserve: it gets the request without a reservation.
 SENT_UNRESERVED = FALLBACK_ORDER.keys() - {CandidateStatus.NOT_SHORTLISTED}
 
 
@@ -51,11 +51,11 @@ class Decision:
     num_conflicts = 0
     reserved_for_s: float | None = None
     _compares = Comparison
-    _pool: RolePool | None = None  # of all instances
-    _asked: Ask | None = None  # for forecasts, which have not come yet
+    _pool: RolePool | None = None  # the instances of a role; None: all instances
+    _asked: Ask | None = None  # for forecasts that have not arrived yet
     _has_verdicts = False  # forecasts say only which deadlines are kept
-    _forecasts_anyway = False  # the chosen instance, where the policy does without
-    _num_failed = 0  # reservations
+    _forecasts_anyway = False  # ask the chosen instance for a forecast also where the policy needs none
+    _num_failed = 0  # reservations that failed
     _is_placed = False
     _placement: Placement | None = None
 
@@ -69,7 +69,7 @@ class Decision:
             self.comparison.leg, self._pool = request.leg, POOL_OF[request.leg]
 
     def _reset(self) -> None:
-        """Forget an attempt."""
+        """Discard the results of the last attempt."""
         self.comparison, self._asked = self._compares(self.policy, self.core.instances), None
         self.comparison.leg = self.request.leg
         if self.admission is not None:
@@ -91,7 +91,7 @@ class Decision:
         return self._wait(now_s) if admission.is_behind_others else self._attempt(now_s)
 
     def answers(self, answers: Mapping[str, Answer], now_s: float) -> Intention:
-        """Take what the asked instances answered, by instance id; one that is missing is late."""
+        """Take the answers of the asked instances, by instance id; an instance without an answer is late."""
         self._has_verdicts = False  # sidecars forecast all times of the request
         asked, self._asked = self._asked, None
         comparison = self.comparison
@@ -132,7 +132,7 @@ class Decision:
         return self._decide(now_s)
 
     def reservation_failed(self, status: CandidateStatus, note: str, now_s: float, *, counts: bool = True) -> Intention:
-        """Take a reservation that was not made; one that `counts` brings the request nearer to going without one."""
+        """Take a failed reservation; after too many that `counts`, the request is placed without a reservation."""
         self._num_failed += counts and status is not CandidateStatus.REFUSED
         return self._failed_at(status, note, now_s)
 
@@ -172,7 +172,7 @@ class Decision:
 
     @property
     def wait_until_s(self) -> float:
-        """When it is to be ticked."""
+        """When `tick` is due."""
         return math.inf if self.admission is None else self.admission.wait_until_s
 
     # From candidates to a choice.
@@ -201,7 +201,7 @@ class Decision:
         return self._decide(now_s)
 
     def _known(self, now_s: float) -> Candidates:
-        """Return the healthy instances that may serve the request, as they are known; NoInstanceError if none may."""
+        """Return the healthy instances that may serve the request, as last reported; NoInstanceError if none may."""
         core, request, policy = self.core, self.request, self.policy
         instances, rows = core.instances, request.rows
         if not request.any_model:
@@ -218,7 +218,7 @@ class Decision:
         return known
 
     def _ask(self, shortlisted: Candidates, now_s: float) -> Intention:
-        """Ask for forecasts: also engines that failed, which are compared with none."""
+        """Ask for forecasts; instances whose engine failed are asked too, but not compared."""
         comparison = self.comparison
         others: Sequence[str] = ()
         if comparison.others:
@@ -236,7 +236,7 @@ class Decision:
         return self._decide(now_s)
 
     def _until(self) -> int:
-        """Return how far forecasts have to be simulated; a refusal says by the whole of them when to come again."""
+        """Return how far forecasts have to be simulated: to the end if a refusal has to say when to try again."""
         admission, objective = self.admission, self.request.objective
         if self.request.dry_run:
             return TO_THE_END
@@ -247,7 +247,7 @@ class Decision:
         return self.policy.until(patient=admission.is_patient)
 
     def _rank(self, now_s: float) -> None:
-        """Score the forecasts that came, and keep what an explanation needs beside them."""
+        """Score the forecasts that arrived, and keep what an explanation needs."""
         comparison = self.comparison
         if self.core.rules.explains:
             assert comparison.compared is not None
@@ -255,7 +255,7 @@ class Decision:
         comparison.rank_forecasts()
 
     def _decide(self, now_s: float) -> Intention:
-        """Choose the best instance, and have it reserve the request; wait where none admits it and it may."""
+        """Choose the best instance and reserve there; wait if no instance admits the request and it may wait."""
         comparison, admission = self.comparison, self.admission
         best = comparison.best()
         if admission is not None and comparison.admits is not None:
@@ -287,7 +287,7 @@ class Decision:
         return self._attempt(now_s)
 
     def _admit(self, best: int, now_s: float) -> Intention:
-        """Have the chosen instance reserve the request, or forecast it first, or place it there as it is."""
+        """Ask the chosen instance for a reservation, or first for a forecast, or place the request without either."""
         if self.request.dry_run:
             return self._placed(None, now_s)
         comparison = self.comparison
@@ -304,7 +304,7 @@ class Decision:
         return comparison.reservation(conditional=self.num_conflicts < rules.max_conflicts)
 
     def _reserve(self) -> Reserve:
-        """Have the chosen instance reserve the request; after too many conflicts, whatever has changed there."""
+        """Reserve at the chosen instance; after too many conflicts also if something has changed there."""
         return self.comparison.reservation(conditional=self.num_conflicts < self.core.rules.max_conflicts)
 
     # Instances that fail, or that no policy compared.
@@ -336,13 +336,13 @@ class Decision:
         return self._reserve()
 
     def _none_left(self, now_s: float) -> Intention:
-        """Go on where no instance is left."""
+        """Return the intention for the case that no instance is left."""
         return self._shed(self.explanation.refusal(), now_s)
 
     # Ends, and the wait before them.
 
     def _wait(self, now_s: float) -> Wait | Shed:
-        """Wait in the admission queue, the first of a lane until its next attempt, the others for their turn."""
+        """Wait in the admission queue: the first of a lane until its next attempt, the others for their turn."""
         admission, compared = self.admission, self.comparison.compared
         assert admission is not None
         if limit := admission.limit():
@@ -402,11 +402,11 @@ class Decision:
 
     @property
     def is_promised(self) -> bool:
-        """Whether the chosen instance keeps the deadlines of the request by forecast, by a policy that asks for it."""
+        """Whether the policy keeps deadlines, and the chosen instance keeps those of the request by forecast."""
         admission = self.admission
         return admission is not None and not admission.is_patient and self.policy.keeps_deadlines and self.is_admitted
 
     @property
     def explanation(self) -> Explanation:
-        """The instances that it considered, as things were when it was made."""
+        """The instances that were considered, with their values at the time of the decision."""
         return Explanation(self.comparison)

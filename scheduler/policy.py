@@ -77,13 +77,13 @@ class Policy:
     The shortlist is the `k` best candidates by a cheap score over known indicators; with k = 0 that score decides, and
     without k there is no shortlist. A filter that no instance passes is ignored, so that there is always a choice.
     If it `holds` requests, they wait for an instance that `admits` them, for at most `hold_s`. Where instances have
-    roles, it chooses among those that serve whole requests or decode legs, and `legs` has the rest.
+    roles, it chooses among those that serve whole requests or decode legs; `legs` has the rules for prefill legs.
     """
 
     def __init__(self, spec: PolicySpec, generator: np.random.Generator, *, is_part: bool = False) -> None:
         """Compile a specification; ValueError if a formula is invalid or parameters contradict each other.
 
-        One that is part of another policy has no rules for legs of its own.
+        A policy that is part of another one has no rules for legs.
         """
         entry = _entry_of(spec)
         tie_break = entry.tie_break if spec.tie_break is None else spec.tie_break
@@ -182,7 +182,7 @@ class Policy:
         return both
 
     def with_session_first(self, candidates: Candidates, order: Rows, admits: npt.NDArray[np.bool_] | None) -> Rows:
-        """Put the instance of the request's session first where that costs little and no request a deadline.
+        """Put the instance of the request's session first where that costs little time and no deadline.
 
         The best instance of the ranking keeps its place unless the other admits the request as well, is as likely to
         attain its deadlines, makes no more of the others miss theirs, and is slower by the affinity at most.
@@ -207,7 +207,7 @@ class Policy:
     def admits(self, candidates: Candidates, *, patient: bool = False) -> npt.NDArray[np.bool_]:
         """Return which candidates admit the request now; an unknown condition counts as false.
 
-        A `patient` request is late already, or has no deadlines, and must only leave those of others alone.
+        A `patient` request is late already, or has no deadlines: it only must not make others miss theirs.
         """
         condition = self._harmless if patient else self._hold
         if condition is None:
@@ -215,7 +215,7 @@ class Policy:
         return condition.holds(candidates)
 
     def eligible(self, candidates: Candidates) -> Candidates:
-        """Leave out the candidates that certainly do not admit the request now, whatever they forecast, or none."""
+        """Leave out the candidates that cannot admit the request whatever they forecast, unless that is all of them."""
         if self._eligible is None:
             return candidates
         may_admit = np.flatnonzero(self._eligible.holds(candidates))

@@ -1,9 +1,9 @@
 """The goodput of a cluster: the largest rate at which a share of the requests get all tokens by their deadlines.
 
-By work, it is a share of the tokens, of prompts and responses, that belong to such requests. Requests without a TTFT
-target have no deadlines; they are served, and count nowhere.
+By work, it is the largest rate at which a share of the tokens of prompts and responses belongs to such requests.
+Requests without a TTFT target have no deadlines; they are served, but not counted.
 
-A cluster that starts empty keeps deadlines at rates that it cannot keep for long, and so does one whose traffic ends.
+A cluster that starts empty keeps deadlines at rates that it cannot sustain, and so does one whose traffic ends.
 Therefore more requests may arrive before and after those that count, for `warm_up_s` each.
 """
 
@@ -33,7 +33,7 @@ from simulator.workload import Workload
 Flags = npt.NDArray[np.bool_]
 
 ROUNDING = 1e-9  # of sums of shares
-LEAST_S = 1e-9  # in which the counted requests arrive
+LEAST_S = 1e-9  # minimum time in which the counted requests arrive
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class GoodputGoal:
 
     @property
     def name(self) -> str:
-        """What of a trial's result has to reach the share."""
+        """The field of a trial's result that has to reach the share."""
         return "attained_tokens" if self.by_work else "attained"
 
 
@@ -92,7 +92,7 @@ class TooManyMissedError(Exception):
 
 
 def run_trial(trial: GoodputTrial) -> dict[str, Any]:
-    """Run a trial; one that certainly fails is stopped, and has only shares that cannot be exceeded any more.
+    """Run a trial; one that certainly fails is stopped, and its result has only upper limits of the shares.
 
     `admitted` is the share of the requests that were placed where their deadlines are kept by forecast, and
     `admitted_missed` the share of these that missed one. With tiers, `num_serving` is how many instances are in tiers,
@@ -181,7 +181,7 @@ def missed_so_far(running: Simulation) -> Flags:
 
 
 def have_ended(running: Simulation) -> Flags:
-    """Return which requests have ended: served, also where that is not recorded yet, shed, refused or lost."""
+    """Return which requests have ended: served (also if that is not recorded yet), shed, refused or lost."""
     ended: Flags = running.requests.outcomes.finished_s >= 0
     ended |= running.decisions.status != STATUSES.index(UNFINISHED)
     numbers, rows = running.fleet.slots["number"], running.fleet.stack.requests
@@ -216,8 +216,8 @@ def goodputs(
 ) -> list[list[Goodput]]:
     """Find the goodput of each case by each goal.
 
-    In each round, every case gets one trial, for its first goal whose search has not ended. The other searches learn
-    from it what it shows.
+    In each round, every case gets one trial, for its first goal whose search has not ended. The other searches of the
+    case also use its result.
     """
     searches = [[_Search(goal=goal, resolution=resolution) for goal in goals] for _ in cases]
     while open_searches := [

@@ -5,11 +5,11 @@ p). T must be below the TPOT, and the context must fit into memory. §3.5: with 
 (p + d) · GEMM(B) / B + PF(p) + DcAttn(d · (p + d/2)) instance-seconds; with prefill and decode apart, each has a GEMM
 term and a B of its own.
 
-Here T is the step time of the profile, with whatever was added to it, p and d are the means of a tier's requests, and T
-may be as long as their patience for a decode: the TPOT, and what is left of the TTFT after the prefill, spread over the
-response. This is an optimum of engines that serve the same mix all the time. Those that choose what to serve together
-can exceed it a little, in theory. `rate` is a bound for all (`slo_prices.py`). There, what some requests may miss is
-taken from the costs, so that shedding the longest tenth cannot beat it.
+Here T is the step time of the profile, with whatever was added to it, and p and d are the means of a tier's requests. T
+may be as long as the deadlines allow for a decode: the TPOT, and what is left of the TTFT after the prefill, spread
+over the response. This is an optimum of engines that serve the same mix all the time. Engines that choose which
+requests share a step can exceed it a little, in theory. `rate` is a bound for all engines (`slo_prices.py`). It leaves
+out the requests that cost most as those that may miss, so that shedding the longest tenth cannot beat it.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ PARTS = np.geomspace(1e-3, 0.999, 100)  # numbers of decodes in a step where mos
 class SloBound:
     """Least instance-seconds of requests with deadlines, and the rates that they allow.
 
-    `optimum_s` is per request, by kind of serving; requests that cannot attain at all are not served there. `tier_s` is
-    per request of a TPOT target, where tiers are apart.
+    `optimum_s` is per request, by kind of serving; it leaves out requests that no instance can serve in time. `tier_s`
+    is per request of a TPOT target, where tiers are apart.
     """
 
     num_instances: int
@@ -67,7 +67,7 @@ class SloBound:
     allowed_s: float  # P99 of the times after which responses must have ended
 
     def is_for_longer_runs(self, rate: float) -> bool:
-        """Whether a run of these requests at a rate is too short for the bound: much is served after the arrivals."""
+        """Whether a run of these requests at a rate is too short: it serves many of them after the last arrival."""
         return rate > 0 and self.num_requests / rate < MIN_RUN * self.allowed_s
 
     @property
@@ -164,7 +164,7 @@ def _tiers(needs: RequestNeeds) -> dict[str, npt.NDArray[np.bool_]]:
 
 
 def _patience_s(needs: RequestNeeds) -> float:
-    """Return the mean patience for a decode."""
+    """Return the mean time that the deadlines allow for a decode."""
     decodes = float(needs.decodes.sum())
     return float(needs.patience_s.sum()) / decodes if decodes else math.inf
 

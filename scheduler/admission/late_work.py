@@ -1,7 +1,7 @@
 """How much of the work is late, and which requests give up their deadlines so that few of them are late.
 
 An overload makes some work late. The fewest requests are late if they are the longest ones (Moore and Hodgson 1968).
-These give up their deadlines when they arrive: by the time that they are late they have kept others waiting.
+These give up their deadlines when they arrive: if they waited until they are late, they would delay others until then.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from scheduler.admission.shares import left_after
 
 DEFERRED = "deferred"  # why a request gave up its deadlines, where it is not late itself
-OVERLOAD_S = 10.0  # after a request had to wait that was not late
-MIN_ARRIVALS, MAX_ARRIVALS = 32, 512  # by which the longest requests are known
-FOUND_FOR_ARRIVALS, FOUND_FOR_S = 8, 1.0  # how long the longest requests stay the same
+OVERLOAD_S = 10.0  # how long an overload lasts after a request had to wait that was not late
+MIN_ARRIVALS, MAX_ARRIVALS = 32, 512  # among which the longest requests are found
+FOUND_FOR_ARRIVALS, FOUND_FOR_S = 8, 1.0  # after which the longest requests are found again
 DEFERRED_WEIGHT = 0.8  # of deferred work; less than 1, so that deferring ends with the overload
 LIGHT, DEEP = 0.07, 0.12  # overload, by the share of all work that is late
 
@@ -27,9 +27,9 @@ class _Lane:
     late_s: float = 0.0
     all_s: float = 0.0
     counted_s: float = -math.inf
-    bound_s: float = math.inf  # requests that take at least as long have no more work than is late
+    bound_s: float = math.inf  # requests that take at least as long have together no more work than is late
     mean_s: float = 0.0
-    found_s: float = -math.inf  # when these were found
+    found_s: float = -math.inf  # when the bound was found
     arrivals: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_ARRIVALS))
     num_arrived: int = 0
 
@@ -66,7 +66,7 @@ class LateWork:
         """Count a request; return whether it is deferred: it gives up its deadlines, so that others keep theirs.
 
         That is so where work was late recently, and the request takes at least `long` times the mean of its lane. In
-        light overload, which mostly ends before such a request would be late, it is up to twice as much.
+        light overload, which mostly ends before such a request would be late, this limit is up to twice as high.
         """
         counts = self._lane(lane, now_s)
         counts.all_s += work_s
@@ -84,7 +84,7 @@ class LateWork:
         self._lane(lane, now_s).late_s += work_s
 
     def waits(self, now_s: float) -> None:
-        """Note that a request waits that is not late yet."""
+        """Note that a request has to wait that is not late yet."""
         self._waited_s = max(now_s, self._waited_s)
 
     def is_overload(self, now_s: float) -> bool:

@@ -19,10 +19,10 @@ MIN_RETRY_AFTER_S, MAX_RETRY_AFTER_S = 0.1, 3600.0
 def latest_start_s(
     core: SchedulerCore, request: PlacementRequest, compared: Candidates | None, *, asked_all: bool
 ) -> float:
-    """Return until when an instance could start the request and deliver its first token in time.
+    """Return the latest time at which an instance could start the request and deliver its first token in time.
 
-    Where all have just been asked, that is an instance with its queue, and else an idle one: a request that waits
-    for what cannot happen keeps those behind it waiting until they are as late.
+    If all instances have just been asked, their queues count; otherwise an idle instance is assumed. A request that
+    waits longer is late, and makes those behind it late as well.
     """
     due_s, prompt_tokens = request.indicators.due_s, request.indicators.prompt_tokens
     if due_s == math.inf:
@@ -38,7 +38,7 @@ def latest_start_s(
 
 
 def retry_after_s(core: SchedulerCore, request: PlacementRequest, compared: Candidates | None, now_s: float) -> float:
-    """Return when a request like this one may be admitted: after those that wait, where it would be in time."""
+    """Return the seconds until a request like this one may be admitted in time, after those that wait."""
     is_best_effort, slo = request.objective.is_best_effort, request.objective.slo
     ttft_s = math.inf
     if compared is not None and len(compared) and "predicted_ttft_s" in compared.columns:

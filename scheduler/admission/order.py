@@ -52,15 +52,15 @@ def by_priority(waiting: Sequence[WaitingRequest], now_s: float) -> int:
 
 
 class FairTurns:
-    """Tenants take turns by tokens: the next request is of the tenant that was served fewest.
+    """Tenants take turns by tokens: the next request is one of the tenant that got the fewest.
 
-    A tenant that comes, or comes back, starts level with the one that was served fewest: no tenant saves up turns.
+    A new or returning tenant starts level with the one that got the fewest: it collects no turns without requests.
     """
 
     def __init__(self) -> None:
         """Start without any tenant."""
         self._served: dict[str, float] = {}
-        self._level = 0.0  # what the tenant had been served that was served last
+        self._level = 0.0  # tokens that the tenant served last had got before
 
     def __call__(self, waiting: Sequence[WaitingRequest], _now_s: float) -> int:
         """Return the number of the first request of the tenant whose turn it is."""
@@ -84,7 +84,7 @@ class FairTurns:
 
 
 def are_level(turn: HeadOf, one: WaitingRequest, head: WaitingRequest) -> bool:
-    """Return whether only time puts a request behind the first one: neither its priority nor its tenant's turn."""
+    """Return whether a request is behind the first one only by time, not by priority or by its tenant's turn."""
     if isinstance(turn, FairTurns):
         return one.tenant == head.tenant
     return turn is not by_priority or one.priority <= head.priority

@@ -1,9 +1,9 @@
 """The admission queue: requests that a policy's `hold` condition keeps at the scheduler until an instance admits them.
 
-In an engine's queue a request may see later requests start sooner elsewhere, and it starts by preempting others; at
-the scheduler it waits for whichever instance can take it first. Requests with different targets wait in lanes of their
-own, so that one which fits nowhere keeps no other from the instances that fit others. Time is an argument here, and
-requests are numbers that grow with their arrival.
+A request in an engine's queue cannot go to another instance that is free sooner, and may preempt others when it starts.
+At the scheduler it waits for whichever instance can take it first. Requests with different targets wait in separate
+lanes, so that a request that no instance admits does not delay others. Time is an argument here, and requests are
+numbers that grow with their arrival.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class AdmissionQueue:
 
     @property
     def is_full(self) -> bool:
-        """Whether more wait than may."""
+        """Whether more requests or tokens wait than are allowed."""
         return len(self._numbers) > self.max_held or self.num_tokens > self.max_tokens
 
     def num_of_tenant(self, tenant: str) -> int:
@@ -88,7 +88,7 @@ class AdmissionQueue:
         return turn([self._requests[number] for number in waiting], now_s)
 
     def may_overtake(self, number: int, head: int) -> bool:
-        """Return whether a request may be tried before the first one of its lane, at the last moment for itself."""
+        """Return whether a request that is about to be late may be tried before the first one of its lane."""
         return self.order is not None or are_level(
             self._turn_of(self._requests[number].lane), self._requests[number], self._requests[head]
         )
@@ -96,7 +96,7 @@ class AdmissionQueue:
     def next_smaller(self, number: int) -> int:
         """Return the first request behind another in its lane that is shorter; -1 where there is none.
 
-        A long request that fits nowhere at the moment does not keep a short one waiting that does.
+        A long request that no instance admits now does not delay a short one that an instance may admit.
         """
         request = self._requests[number]
         waiting = self._lanes[request.lane]
@@ -106,7 +106,7 @@ class AdmissionQueue:
         return next((other for other in behind if self._requests[other].num_tokens < request.num_tokens), NO_NUMBER)
 
     def has_urgent(self, loosest_tpot_s: float, number: int) -> bool:
-        """Return whether another request with a deadline to miss and no stricter target than this waits."""
+        """Return whether another request waits that has a deadline to miss and a target no stricter than this one."""
         least = lane_of(loosest_tpot_s, patient=False)
         return any(key >= least and not is_patient(key) and lane != [number] for key, lane in self._lanes.items())
 
@@ -178,7 +178,7 @@ class AdmissionQueue:
         return sum(one.num_tokens for one in ahead), max(leave_s, default=now_s) - now_s
 
     def must_leave(self, number: int, now_s: float) -> bool:
-        """Return whether a request goes now, whether or not an instance admits it."""
+        """Return whether a request leaves the queue now, also if no instance admits it."""
         return self._requests[number].leave_s <= now_s or (self.is_full and number == self.surplus)
 
     def deadline_s(self, number: int) -> float:
@@ -192,7 +192,7 @@ class AdmissionQueue:
 # Lanes.
 
 NO_NUMBER = -1
-PATIENT = 1 << 20  # the first lane of requests that leave the deadlines of others alone
+PATIENT = 1 << 20  # added to the lanes of requests that must not make others miss a deadline
 LANES_PER_OCTAVE = 2
 LOOSEST = 100  # the lane of requests without a target for the time per token
 
@@ -200,7 +200,7 @@ LOOSEST = 100  # the lane of requests without a target for the time per token
 def lane_of(tpot_slo_s: float, *, patient: bool) -> int:
     """Return the lane of requests with about this target; `patient` ones are best effort, late already, or deferred.
 
-    A lower lane is stricter. Targets within half an octave share a lane, so that there are few of them.
+    A lower lane is stricter. Targets within a factor of about 1.4 share a lane, so that there are few lanes.
     """
     lane = LOOSEST
     if 0 < tpot_slo_s < math.inf:
@@ -209,7 +209,7 @@ def lane_of(tpot_slo_s: float, *, patient: bool) -> int:
 
 
 def is_patient(lane: int) -> bool:
-    """Return whether the requests of a lane leave the deadlines of others alone."""
+    """Return whether the requests of a lane are patient: they must not make others miss a deadline."""
     return lane >= PATIENT // 2
 
 

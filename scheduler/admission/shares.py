@@ -40,5 +40,5 @@ class ClassShares:
 
 
 def left_after(seconds: float) -> float:
-    """Return what still counts of a number after some time."""
+    """Return the share of a count that is left after some time."""
     return math.exp2(-max(0.0, seconds) / HALF_LIFE_S)

@@ -31,14 +31,14 @@ if TYPE_CHECKING:
     from scheduler.decision import Decision
 
 FINISHED = INDEX_OF["num_finished_total"]
-# Maximum wait for an instance where no other request would miss a deadline: of best effort, and of late requests from
-# their own deadline on; theirs is short where no others wait that can be in time.
+# Maximum wait for an instance where no other request would miss a deadline: of best effort, and of late requests under
+# overload; then of late requests without overload. For late requests it starts at their own deadline.
 MAX_PATIENT_S, MAX_LATE_S = 60.0, 10.0
 CACHED_SHARE = 0.2  # of a prompt: an instance that has more of it may admit a request although it refused the last one
 
 
 class NextStep(Enum):
-    """How a request goes on that waits, or that no instance admits."""
+    """The next step of a request that waits, or that no instance admits."""
 
     ATTEMPT = "compare the instances as they are now"
     SCORE_AGAIN = "compare the same forecasts, without targets"
@@ -50,7 +50,7 @@ class NextStep(Enum):
 class AdmissionWait:
     """The wait of one request, by a policy that holds requests; it starts before the request joins the queue.
 
-    A patient request is best effort, late already, or deferred: it must leave the deadlines of others alone.
+    A patient request is best effort, late already, or deferred: it must not make others miss a deadline.
     """
 
     queue: AdmissionQueue | None = None  # while it waits there, or tries between two waits
@@ -80,7 +80,7 @@ class AdmissionWait:
     def may_be_deferred(self, now_s: float) -> bool:
         """Whether the request is a new one with deadlines, which is served late rather than refused or demoted.
 
-        What requests take of the instances is counted under overload only: else nothing is late.
+        The work of requests is counted only under overload: otherwise no work is late.
         """
         request = self._request
         is_new = request.leg == SERVE and not request.excluded
@@ -137,7 +137,7 @@ class AdmissionWait:
         self._asks_all = True
         if self.may_wait and self.is_patient and self._yields(known):
             return None
-        if not (self.may_wait and len(known) and now_s < self._latest_s):  # one that may be late must know of all
+        if not (self.may_wait and len(known) and now_s < self._latest_s):  # one that may be late asks all
             return known
         if not self.is_patient:
             known = self._policy.eligible(known)
@@ -156,7 +156,7 @@ class AdmissionWait:
         return known if worth.all() else known.only(np.flatnonzero(worth), "admitted no request recently")
 
     def _yields(self, known: Candidates) -> bool:
-        """Whether it waits for others that have a deadline to miss, and fit all instances that have a target."""
+        """Whether it waits behind others that have a deadline to miss and are not stricter than any instance."""
         queue = self._core.queue(self._request.model)
         if queue is None or not self._policy.keeps_deadlines or (self._is_best_effort and self._is_below_share):
             return False
@@ -180,7 +180,7 @@ class AdmissionWait:
     # Where no instance admits it.
 
     def step_of_refused(self, comparison: Comparison, now_s: float) -> NextStep:
-        """Return how a request goes on that no instance admits now."""
+        """Return the next step of a request that no instance admits now."""
         compared, objective = comparison.compared, self._request.objective
         assert compared is not None
         if self._is_late(compared, now_s):
@@ -199,7 +199,7 @@ class AdmissionWait:
         return NextStep.PLACE
 
     def _step_of_late(self, comparison: Comparison, now_s: float) -> NextStep:
-        """Return how a request goes on whose deadlines cannot be kept any more."""
+        """Return the next step of a request whose deadlines cannot be kept any more."""
         if self._request.objective.when_late == SHED:
             self.refused_because = LATE
             return NextStep.REFUSE
@@ -210,7 +210,7 @@ class AdmissionWait:
         return NextStep.WAIT if self.may_wait and self._yields(comparison.compared) else NextStep.SCORE_AGAIN
 
     def _too_late(self, now_s: float) -> NextStep:
-        """Return how a request goes on that becomes late before its turn has come."""
+        """Return the next step of a request that becomes late before its turn."""
         if self._request.objective.when_late == SHED:
             self.refused_because = LATE
             return NextStep.REFUSE
@@ -232,7 +232,7 @@ class AdmissionWait:
         self._give_up_deadlines(LATE)
 
     def _give_up_deadlines(self, why: str) -> None:
-        """Leave the deadlines of others alone from now on."""
+        """Give up the deadlines of the request; from now on it must not make others miss theirs."""
         self.gave_up = why
         if self._request.objective.when_late == DEMOTE:
             self._demote()
@@ -265,7 +265,7 @@ class AdmissionWait:
         return "" if self.queue is not None else self._core.limit_for(self._request)
 
     def note_latest_start(self, compared: Candidates | None) -> None:
-        """Keep when the request may become too late, by the instances that it was compared on if there are any."""
+        """Store when the request may become too late, by the instances on which it was compared if there are any."""
         if self.is_patient or not self._policy.keeps_deadlines:
             self._latest_s = math.inf
         elif compared is not None or self._latest_s == math.inf:
@@ -301,7 +301,7 @@ class AdmissionWait:
         return ""
 
     def _pass_turn(self, queue: AdmissionQueue, refused: Rows) -> None:
-        """Have the next shorter request of the lane tried on the instances that have just refused this one."""
+        """Let the next shorter request of the lane try the instances that have just refused this one."""
         number = queue.next_smaller(self.number)
         if number >= 0:
             other = self._core.waiting[number].admission

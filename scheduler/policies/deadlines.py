@@ -6,8 +6,8 @@ tenants get their turns, and a request that will be late leaves in time. Where i
 by `hits` times the prefill that this saves.
 
 Patient requests have no deadlines, are late already or are deferred. They go where no other misses one because of them,
-and all keep `slack` or `late_slack` seconds for the next request with deadlines. They wait for a third of `backlog`, so
-that they fill only what others leave.
+and all keep `slack` or `late_slack` seconds for the next request with deadlines. In the engine they wait for at most a
+third of `backlog`, so that they use only the time that others leave.
 """
 
 from __future__ import annotations

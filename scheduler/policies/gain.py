@@ -1,4 +1,4 @@
-"""The largest added gain (ProServe §2): the tokens by their deadlines of this request, less those that others lose."""
+"""The largest added gain (ProServe §2): what this request gains by tokens in time, less what others lose."""
 
 from __future__ import annotations
 

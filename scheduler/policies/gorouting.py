@@ -1,7 +1,7 @@
-"""GoRouting (ProServe §4.3, algorithm 2): instances with about the most added gain; of these, idle ones or busy ones.
+"""GoRouting (ProServe §4.3, algorithm 2): of the instances with about the most added gain, a light or a busy one.
 
 The gain is that of a simulation of the engine's own batching rule. A light instance takes the request at once; where
-none is light, the busiest one takes it that still has time to spare, so that others stay free for long prompts.
+none is light, the busiest one that still has time to spare takes it, so that others stay free for long prompts.
 """
 
 from __future__ import annotations

@@ -3,18 +3,20 @@
 Held = while no instance keeps them and has a short queue, of those that are not looser if there are any
 Score = tier distance, then load - hits x seconds of prefill that the prefix cache saves (-load: see below)
 
-An instance is of the tier that the list of instances gives, or else as strict as the strictest request that can still
-attain its deadlines there. A request goes first to an instance that is as strict as itself, then to an empty one, then
-to the nearest stricter one. It goes to a looser one, which it makes strict for all requests there, only where all are
-looser. Of equals the least loaded one is chosen. There are no tiers where `tiers_matter` is 0, nor without `affinity`.
-Tiers of the list of instances grow and shrink: there the busiest one is chosen, and an empty one after stricter ones.
-Where a prefix of the prompt is cached, `hits` times the prefill that this saves is taken from the load. A stricter
+An instance has the tier that the list of instances gives. Otherwise it is as strict as the strictest request that can
+still attain its deadlines there. A request goes first to an instance that is as strict as itself, then to an empty one,
+then to the nearest stricter one. It goes to a looser one only where all are looser, because it makes that instance
+strict for all requests there. Of equal instances the least loaded one is chosen. There are no tiers where
+`tiers_matter` is 0, nor without `affinity`. Tiers of the list of instances grow and shrink: there the busiest instance
+is chosen, and an empty one comes after stricter ones.
+
+Where a prefix of the prompt is cached, `hits` times the prefill that this saves is subtracted from the load. A stricter
 instance is as good as one of the own tier if the prefix saves more than its shorter steps cost (`tier_cost_s`).
 
-Best effort goes first to instances that have no deadline to keep, then to the loosest, and so do late requests: to the
-busiest of these, so that few instances miss deadlines. They wait while others wait that can be in time. Under overload
-requests that take at least `long` times the mean are late, in light overload twice as long ones, so that they are few
-(`scheduler/admission/late_work.py`).
+Best effort and late requests go first to instances that have no deadline to keep, then to the loosest ones. Of equally
+loose ones late requests go to the busiest, so that few instances miss deadlines. They wait while others wait that can
+be in time. Under overload, requests that take at least `long` times the mean, in light overload twice as long, give up
+their deadlines, so that few requests are late (`scheduler/admission/late_work.py`).
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ def tier_distance(candidates: Candidates, saved_s: Column | None, empty: float) 
 
 
 def _saves_more_than_its_tier_costs(candidates: Candidates, distance: Column) -> npt.NDArray[np.bool_]:
-    """Return which stricter instances have a prefix that is worth their tier, and more than those of the own tier."""
+    """Return where a prefix on a stricter instance saves more than its tier costs, and than any of the own tier."""
     saved_s, ratio = candidates["cached_prefill_s"], candidates["tier_ratio"]
     other_s = np.max(saved_s, where=distance <= EMPTY, initial=0.0)
     saves_more = (saved_s > other_s) & (ratio < 1.0 / SAME_TIER)

@@ -17,10 +17,11 @@ from scheduler.provisioning.tiers import SAME, Tier, Tiers, tier_for
 
 
 class TierPlace(NamedTuple):
-    """Where an instance belongs: an open one takes requests of its tier and looser ones, and in the pool any.
+    """The tier of an instance, or the pool; whether it is open or closed.
 
-    A closed one with a tier is pending: it takes only requests of this tier, of which its strictest one is. A closed
-    one of the pool takes no request with a target for the time per token.
+    An open instance takes requests of its tier and looser ones; in the pool it takes any request. A closed instance
+    with a tier is pending: it takes only requests of this tier, which is that of its strictest request. A closed
+    instance of the pool takes no request with a target for the time per token.
     """
 
     tier: str = ""  # empty: the pool
@@ -60,7 +61,7 @@ class TierPlan:
 
 
 class TierPlanner:
-    """Plans the moves of one pool. What it keeps between plans only delays moves, and may be lost without harm.
+    """Plans the moves of one pool. Its state between plans only delays moves, and may be lost without harm.
 
     An instance leaves a tier only after `hold_s` in it, and after the tier has not needed it for `hold_s`. After an
     instance joined a tier for waiting requests, no other one does so for `settle_s`: schedulers learn of it later.
@@ -72,7 +73,7 @@ class TierPlanner:
         self._hold_s, self._settle_s = hold_s, settle_s
         self._since: dict[str, tuple[TierPlace, float]] = {}  # by instance: its place, since when
         self._unneeded_since_s: dict[str, float] = {}  # by instance, of those that their tier does not need
-        self._fewest: dict[str, int] = {}  # requests of pending instances, which only fall unless it gets a new one
+        self._fewest: dict[str, int] = {}  # by pending instance: the fewest requests; more now means that one is new
         self._joined_s: dict[str, float] = {}  # by tier: when an instance joined it for waiting requests
 
     def plan(self, now_s: float, instances: Sequence[TierInstance], waiting: Mapping[float, int]) -> TierPlan:
@@ -111,7 +112,7 @@ class TierPlanner:
                 self._unneeded_since_s[name] = max(at[1], unneeded.get(name, now_s))
 
     def _adopt(self, board: _Board) -> None:
-        """Have instances join the tiers whose requests schedulers put there already."""
+        """Let instances join the tiers of the requests that schedulers have already placed there."""
         for one in board.live:
             place, tier = board.place(one), board.tier_held(one)
             if tier is None or (place.tier and not place.closed) or not board.has_room(tier):
@@ -133,7 +134,7 @@ class TierPlanner:
         return 0
 
     def _grow(self, now_s: float, board: _Board, tier: Tier) -> bool:
-        """Have one instance join a tier whose requests wait; return whether one is missing."""
+        """Let one instance join a tier whose requests wait; return whether an instance is missing."""
         if not board.has_room(tier) or now_s - self._joined_s.get(tier.name, -math.inf) < self._settle_s:
             return False
         chosen = board.candidate_for(tier)
@@ -144,12 +145,12 @@ class TierPlanner:
         return False
 
     def _trim(self, board: _Board, tier: Tier) -> None:
-        """Have the least loaded instances above its maximum leave a tier."""
+        """Let the least loaded instances leave a tier until it has no more than its maximum."""
         while board.num_in(tier) > tier.max_instances:
             board.leave(board.members_of(tier)[0], f"max_instances of {tier.name} is {tier.max_instances}")
 
     def _shrink(self, now_s: float, board: _Board, tier: Tier, *, is_wanted: bool) -> None:
-        """Have the least loaded instance leave a tier that does not need it."""
+        """Let the least loaded instance leave a tier that does not need it."""
         if is_wanted or board.num_in(tier) <= tier.min_instances:
             return
         for one in board.members_of(tier):
@@ -207,7 +208,7 @@ class _Board:
             self._why.setdefault(one.instance_id, why)
 
     def leave(self, one: TierInstance, why: str) -> None:
-        """Take an instance out of its tier; `_place_rest` finds out where to."""
+        """Take an instance out of its tier; `_place_rest` decides its next place."""
         self.put(one, CLOSED_POOL, why)
 
     def moves(self) -> tuple[TierMove, ...]:

@@ -19,7 +19,7 @@ FIELDS = ("name", "tpot_slo_s", "min_instances", "max_instances")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tier:
-    """The instances that keep a time per token of `tpot_slo_s`, between two numbers of them."""
+    """The instances that keep a time per token of `tpot_slo_s`, with a minimum and a maximum number of them."""
 
     name: str
     tpot_slo_s: float
@@ -27,7 +27,7 @@ class Tier:
     max_instances: int = ANY_NUMBER
 
     def __post_init__(self) -> None:
-        """Refuse what means nothing, naming the field."""
+        """Refuse invalid values; the error names the field."""
         require_text("name", self.name)
         if len(self.name) > MAX_NAME or not (self.name.isascii() and self.name.isprintable()):
             raise ValueError(f"name: must be at most {MAX_NAME} printable ASCII characters")
