@@ -65,8 +65,8 @@ def find_verdict(
     is then found as well, or at least that it is after its deadline. What remains unknown is NaN, and of the others it
     is known only whether any is harmed. With `min_slack_s` it ends as soon as there is less slack, whoever is harmed.
     Preemptions count until all requests that can keep their deadlines have ended: later ones make nobody late. A late
-    request is not simulated further for its own sake, but to its start with `OTHERS_KEPT_AND_START`, and in any case to
-    its end with `to_its_end`, so that all its times are known.
+    request is not simulated further for its own sake, but to its start with `OTHERS_KEPT_AND_START`, as one without
+    deadlines is with `ALL_KEPT`, and in any case to its end with `to_its_end`, so that all its times are known.
     """
     engine = after.engine[0]
     engine.stops, engine.min_slack_s = AT_SETBACK, min_slack_s
@@ -96,7 +96,7 @@ def find_verdict(
         loop.run(after, FOREVER, ANY_NUMBER, slot)
     elif stopped != ENDED and due_s < FOREVER:
         reach_first_token(after, slot, due_s)
-    elif until == OTHERS_KEPT_AND_START:
+    elif until == OTHERS_KEPT_AND_START or (until == ALL_KEPT and due_s == FOREVER):
         reach_start(after, slot)
     read_result(after, slot, now_s, result)
     result.attained = keeps(after, slot)

@@ -5,14 +5,21 @@ from __future__ import annotations
 import math
 import sys
 from collections import Counter, deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from itertools import count
 from typing import TypeVar
 
 from predictor.request import SERVE
 from scheduler.admission.late_work import LateWork
-from scheduler.admission.order import ARRIVAL_TURN, DEADLINE_TURN, SHORTEST_TURN, TURNS, WaitingRequest, turn_named
+from scheduler.admission.order import (
+    ARRIVAL_TURN,
+    DEADLINE_TURN,
+    SHORTEST_TURN,
+    HeadOf,
+    WaitingRequest,
+    turn_named,
+)
 from scheduler.admission.queue import (
     ASK_AGAIN_S,
     PATIENT_ASK_AGAIN_S,
@@ -54,6 +61,7 @@ class DecisionRules:
     max_held_of_tenant: int = sys.maxsize
     max_held_best_effort: int = sys.maxsize
     admission_turn: str = ARRIVAL_TURN  # the order in which requests of a lane of the admission queue get their turn
+    tenant_weights: Mapping[str, float] = field(default_factory=dict)  # of the turn `fair`; 1 without one
     best_effort_share: float = 0.05  # of the admitted tokens: best effort gets it also where that makes others late
     forecast_always: bool = False  # ask the chosen instance for a forecast also where the policy needs none
     without_pool: str = SERVE_WHOLE  # what happens to a request that needs a pool which is empty or down
@@ -68,6 +76,9 @@ class DecisionRules:
         for name in ("max_held", "max_held_of_tenant", "max_held_best_effort"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}: must be a number of requests from 0 on, not {getattr(self, name)}")
+        for tenant, weight in self.tenant_weights.items():
+            if not 0 < weight < math.inf:
+                raise ValueError(f"tenant_weights: {tenant!r}: must be a number above 0, not {weight}")
         if not self.max_held_tokens >= 0:
             raise ValueError(f"max_held_tokens: must be a number of tokens from 0 on, not {self.max_held_tokens}")
         if not 0 <= self.best_effort_share <= 1:
@@ -185,13 +196,16 @@ class SchedulerCore:
         queue = self._queues.get(model)
         if queue is None:
             queue = self._queues[model] = AdmissionQueue(
-                self.rules.max_held, self._order, TURNS[self.rules.admission_turn], self.rules.max_held_tokens
+                self.rules.max_held, self._order, self._new_turn(), self.rules.max_held_tokens
             )
         queue.join(waiting.number, deadline_s, waiting)
         self.waiting[waiting.number] = decision
         if queue.is_full:
             self.wake(queue.surplus)
         return queue
+
+    def _new_turn(self) -> HeadOf:
+        return turn_named(self.rules.admission_turn, self.rules.tenant_weights)
 
     def limit_for(self, request: PlacementRequest) -> str:
         """Return the limit that forbids a request to wait, as a reason to shed it; empty where there is none."""

@@ -89,7 +89,11 @@ def simulation(
         scheduler_of=_schedulers_of(work, conditions.num_schedulers, draws),
         queue_order=queue_order,
         forecasts=SimulatedForecasts(
-            made, len(specs), deadline_margin_s=conditions.deadline_margin_s, whole=whole_forecasts
+            made,
+            len(specs),
+            deadline_margin_s=conditions.deadline_margin_s,
+            network_s=conditions.network_s,
+            whole=whole_forecasts,
         ),
         available=AvailableInstances(len(specs), _possible(specs, lengths)),
         reported=np.zeros_like(schedulers[0].table.known.reported),

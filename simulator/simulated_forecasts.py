@@ -10,7 +10,7 @@ import numpy.typing as npt
 from predictor.forecast_kernels import RESULT
 from predictor.forecast_result import FIRST_TOKEN, TO_THE_END
 from predictor.lengths import quantile_medians
-from predictor.request import LEGS, PREFILL
+from predictor.request import DECODE, LEGS, PREFILL
 from predictor.state import State
 from scheduler.columns import Column
 from scheduler.intentions import Ask
@@ -41,13 +41,16 @@ AVERAGED = {"predicted_attained", "others_missed", "gain_before", "gain_after"} 
 class SimulatedForecasts:
     """Forecasts requests on the engines of a cluster as their sidecars would."""
 
-    def __init__(self, policy: Policy, num_instances: int, *, deadline_margin_s: float, whole: bool = True) -> None:
+    def __init__(
+        self, policy: Policy, num_instances: int, *, deadline_margin_s: float, network_s: float, whole: bool = True
+    ) -> None:
         """Start without a workspace; only the columns that the policy reads are made.
 
+        A request arrives `network_s` from now, behind all that were reserved before it.
         With `whole` forecasts also have the times that come after the last one that the policy reads, for reports.
         """
         self.results = np.zeros(num_instances, RESULT).view(np.recarray)  # of the last forecast, by candidate
-        self._deadline_margin_s, self._whole = deadline_margin_s, whole
+        self._deadline_margin_s, self._network_s, self._whole = deadline_margin_s, network_s, whole
         needed = {name for part in policy.parts if part.needs_forecast for name in part.forecast_columns}
         needed.add("predicted_e2e_s")
         self._needs_tpot = "predicted_tpot_s" in needed
@@ -87,12 +90,15 @@ class SimulatedForecasts:
         ttft_slo_s = facts.ttft_slo_s
         facts.ttft_slo_s = ttft_slo_s - self._deadline_margin_s
         until = TO_THE_END if self._whole and ask.until == FIRST_TOKEN else ask.until
+        in_s = ask.in_s if ask.leg == DECODE else self._network_s  # a decode leg arrives when its prefill has ended
         forecast_kernels.forecast_directly(
             fleet, requests, self._workspace_of(fleet), number, rows, now_s, ask.with_delays, until,
-            ask.min_slack_s, leg, ask.in_s, results,
+            ask.min_slack_s, leg, in_s, results,
         )  # fmt: skip
         facts.ttft_slo_s = ttft_slo_s
         columns = {name: np.asarray(column[:num], np.float64) for name, column in self._columns.items()}
+        if self._network_s > 0 and ask.leg != DECODE and "predicted_queue_s" in columns:
+            columns["predicted_queue_s"] = columns["predicted_queue_s"] - in_s  # in the engine
         if self._needs_tpot:
             columns["predicted_tpot_s"] = (results["finished_s"] - results["first_token_s"]) / np.maximum(
                 1, results["output_tokens"] - 1

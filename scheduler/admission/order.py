@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from predictor.suggestions import did_you_mean
 
@@ -52,34 +53,36 @@ def by_priority(waiting: Sequence[WaitingRequest], now_s: float) -> int:
 
 
 class FairTurns:
-    """Tenants take turns by tokens: the next request is one of the tenant that got the fewest.
+    """Tenants take turns by tokens over their weights: the next request is one of the tenant that got the fewest.
 
     A new or returning tenant starts level with the one that got the fewest: it collects no turns without requests.
     """
 
-    def __init__(self) -> None:
-        """Start without any tenant."""
+    def __init__(self, weights: Mapping[str, float] = MappingProxyType({})) -> None:
+        """Start without any tenant; one without a weight has 1, and one of weight 2 gets twice as many tokens."""
+        self._weights = weights
         self._served: dict[str, float] = {}
-        self._level = 0.0  # tokens that the tenant served last had got before
+        self._level = 0.0  # the fewest tokens that a waiting tenant had got when one was served last
 
     def __call__(self, waiting: Sequence[WaitingRequest], _now_s: float) -> int:
         """Return the number of the first request of the tenant whose turn it is."""
-        return min(waiting, key=lambda one: (self._of(one.tenant), one.number)).number
+        return min(waiting, key=lambda one: (self.tokens_of(one.tenant), one.number)).number
 
-    def served(self, tenant: str, num_tokens: float) -> None:
-        """Count the tokens of a request that was admitted."""
-        before = self._of(tenant)
-        self._level = max(self._level, before)
+    def served(self, tenant: str, num_tokens: float, waiting_tenants: Iterable[str] = ()) -> None:
+        """Count the tokens of a request that was admitted, while requests of some tenants waited."""
+        before = self.tokens_of(tenant)
+        self._level = max(self._level, min(map(self.tokens_of, waiting_tenants), default=before))
         if len(self._served) >= MAX_TENANTS and tenant not in self._served:
             self._forget()
-        self._served[tenant] = before + num_tokens
+        self._served[tenant] = before + num_tokens / self._weights.get(tenant, 1.0)
 
     def _forget(self) -> None:
         """Forget tenants that are level with new ones, and of the others the half that is least ahead."""
         ahead = [(tokens, name) for name, tokens in self._served.items() if tokens > self._level]
         self._served = {name: tokens for tokens, name in heapq.nlargest(MAX_TENANTS // 2, ahead)}
 
-    def _of(self, tenant: str) -> float:
+    def tokens_of(self, tenant: str) -> float:
+        """Return the tokens that a tenant got, over its weight."""
         return max(self._level, self._served.get(tenant, 0.0))
 
 
@@ -92,20 +95,20 @@ def are_level(turn: HeadOf, one: WaitingRequest, head: WaitingRequest) -> bool:
 
 ARRIVAL_TURN, DEADLINE_TURN, SHORTEST_TURN = "arrival", "deadline", "shortest"
 PRIORITY_TURN, FAIR_TURN = "priority", "fair"
-TURNS: dict[str, Callable[[], HeadOf]] = {
-    ARRIVAL_TURN: lambda: by_arrival,
-    DEADLINE_TURN: lambda: by_deadline,
-    SHORTEST_TURN: lambda: by_length,
-    PRIORITY_TURN: lambda: by_priority,
+TURNS: dict[str, Callable[[Mapping[str, float]], HeadOf]] = {  # made with the weights of tenants
+    ARRIVAL_TURN: lambda _: by_arrival,
+    DEADLINE_TURN: lambda _: by_deadline,
+    SHORTEST_TURN: lambda _: by_length,
+    PRIORITY_TURN: lambda _: by_priority,
     FAIR_TURN: FairTurns,
 }
 
 
-def turn_named(name: str) -> HeadOf:
+def turn_named(name: str, weights: Mapping[str, float] = MappingProxyType({})) -> HeadOf:
     """Return an order by name, without any memory of requests."""
     if name not in TURNS:
         raise ValueError(f"admission_turn: {name!r} is none of {', '.join(TURNS)}{did_you_mean(name, TURNS)}")
-    return TURNS[name]()
+    return TURNS[name](weights)
 
 
 # Orders over the whole queue, for simulations.

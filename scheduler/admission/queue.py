@@ -41,14 +41,13 @@ class AdmissionQueue:
 
     max_held: int = sys.maxsize
     order: Order | None = None
-    make_turn: Callable[[], HeadOf] = lambda: by_arrival
+    turn: HeadOf = by_arrival
     max_tokens: float = math.inf
     num_tokens: float = 0.0
     num_best_effort: int = 0
     _numbers: list[int] = field(default_factory=list)  # by arrival
     _requests: dict[int, WaitingRequest] = field(default_factory=dict)
     _lanes: dict[int, list[int]] = field(default_factory=dict)  # by arrival
-    _turns: dict[int, HeadOf] = field(default_factory=dict)  # by lane
     _num_of_tenant: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
 
     def __len__(self) -> int:
@@ -82,16 +81,13 @@ class AdmissionQueue:
         waiting = self._lanes.get(lane, ())
         if not waiting:
             return NO_NUMBER
-        turn = self._turn_of(lane)
-        if len(waiting) < 2 or turn is by_arrival:
+        if len(waiting) < 2 or self.turn is by_arrival:
             return waiting[0]
-        return turn([self._requests[number] for number in waiting], now_s)
+        return self.turn([self._requests[number] for number in waiting], now_s)
 
     def may_overtake(self, number: int, head: int) -> bool:
         """Return whether a request that is about to be late may be tried before the first one of its lane."""
-        return self.order is not None or are_level(
-            self._turn_of(self._requests[number].lane), self._requests[number], self._requests[head]
-        )
+        return self.order is not None or are_level(self.turn, self._requests[number], self._requests[head])
 
     def next_smaller(self, number: int) -> int:
         """Return the first request behind another in its lane that is shorter; -1 where there is none.
@@ -100,7 +96,7 @@ class AdmissionQueue:
         """
         request = self._requests[number]
         waiting = self._lanes[request.lane]
-        if self.order is not None or self._turn_of(request.lane) is not by_arrival:
+        if self.order is not None or self.turn is not by_arrival:
             return NO_NUMBER
         behind = waiting[bisect.bisect_right(waiting, number) :]
         return next((other for other in behind if self._requests[other].num_tokens < request.num_tokens), NO_NUMBER)
@@ -114,24 +110,23 @@ class AdmissionQueue:
         """Return whether any request waits before one that joins a lane."""
         return bool(self._numbers) if self.order is not None else lane in self._lanes
 
-    def count_served(self, number: int) -> None:
-        """Count a request that is admitted, for the turns of its lane."""
-        request = self._requests[number]
-        turn = self._turn_of(request.lane)
-        if isinstance(turn, FairTurns):
-            turn.served(request.tenant, request.num_tokens)
-
-    def _turn_of(self, lane: int) -> HeadOf:
-        turn = self._turns.get(lane)
-        if turn is None:
-            turn = self._turns[lane] = self.make_turn()
-        return turn
+    def count_served(self, tenant: str, num_tokens: float) -> None:
+        """Count a request that is admitted, whether it has waited or not."""
+        if isinstance(self.turn, FairTurns):
+            self.turn.served(tenant, num_tokens, self._num_of_tenant)
 
     def heads(self, now_s: float) -> list[int]:
-        """Return the requests whose turn it is, one of each lane, the strictest lane first."""
+        """Return the requests whose turn it is, one of each lane, the strictest lane first.
+
+        Where tenants take turns, the lanes come in the order of their turns, best effort and late requests last.
+        """
         if self.order is not None:
             return [self.head(now_s)]
-        return [self.head(now_s, lane) for lane in sorted(self._lanes)]
+        heads = [self.head(now_s, lane) for lane in sorted(self._lanes)]
+        if isinstance(self.turn, FairTurns):
+            tokens_of = self.turn.tokens_of
+            heads.sort(key=lambda head: (is_patient(self.lane_of(head)), tokens_of(self._requests[head].tenant)))
+        return heads
 
     def join(self, number: int, deadline_s: float = math.inf, request: WaitingRequest | None = None) -> None:
         """Add a request that waits until its deadline at the latest."""

@@ -314,8 +314,9 @@ class AdmissionWait:
         request, queue = self._request, self.queue
         admitted_s = request.arrived_s if queue is None else self.joined_s + self.held_s
         self._core.admitted(request, admitted_s)
+        if (waiting := self._core.queue(request.model)) is not None:
+            waiting.count_served(request.client_id, num_tokens_of(request))
         if queue is not None:
-            queue.count_served(self.number)
             self.leave(admitted_s)
 
     def leave(self, now_s: float) -> None:

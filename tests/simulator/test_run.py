@@ -218,6 +218,17 @@ def test_stale_views_herd() -> None:
     assert largest_group(blind) == 8
 
 
+def test_requests_on_their_way_are_ahead_in_forecasts() -> None:
+    """A request is forecast behind those that were placed at the same moment and have not arrived yet."""
+    work = workload(RequestLengths(prompt_tokens=np.full(6, 128), output_tokens=np.full(6, 2)), np.zeros(6))
+    network_s = 0.5
+    result = simulate(specs(1), work, "block_ttft", Conditions(network_s=network_s))
+    predicted = result.decisions.predicted_ttft_s
+    assert predicted[0] > network_s
+    assert (np.diff(predicted) > 0.02).all()  # a prompt fills a step
+    assert predicted[-1] == pytest.approx(result.outcomes.first_token_s[-1])  # nothing comes after it
+
+
 def test_indicators_grow_old() -> None:
     """What was told a while ago decides, with what this scheduler itself sent since; that evens it out again."""
     work = poisson(400, 14.0)

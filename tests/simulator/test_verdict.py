@@ -50,6 +50,7 @@ class Verdicts:
         ours = (verdict["attained"] > 0) & ~harmful(verdict) & (verdict["num_preemptions"] == 0)
         self._compare(ours, kept, whole)
         kept &= ours
+        np.testing.assert_allclose(verdict["scheduled_s"][kept], whole["scheduled_s"][kept], rtol=0, atol=1e-9)
         if np.isnan(arguments[1].facts[arguments[3]].ttft_slo_s):
             kept[:] = False  # without a deadline it is not known when a first token comes
         np.testing.assert_allclose(verdict["first_token_s"][kept], whole["first_token_s"][kept], rtol=0, atol=1e-9)
@@ -106,6 +107,13 @@ def test_they_agree(monkeypatch: pytest.MonkeyPatch, engine: dict[str, Any], pol
     assert min(seen["kept"], refused, seen["ended early"], seen["little slack"]) > 10, seen
     assert seen["started"] > 0, seen
     assert seen["preempted later"] <= 0.02 * seen["forecasts"], seen
+
+
+def test_a_request_without_targets_goes_to_an_idle_instance_at_once() -> None:
+    """A policy that holds requests by a limit of their wait in the engine knows when one without deadlines starts."""
+    scenario = cluster([{"name": "plain", "share": 1}], 50)
+    run = simulate(scenario.instance_specs(), scenario.workload(0.5 * CAPACITY, 0), "slo", scenario.conditions)
+    assert (run.decisions.decided_s - run.work.arrival_s).max() < 0.1
 
 
 def test_goodput_of_a_rule_that_reads_first_tokens_does_not_need_whole_forecasts(

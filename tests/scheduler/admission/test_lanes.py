@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.admission.order import WaitingRequest, by_deadline
+from scheduler.admission.order import FairTurns, WaitingRequest, by_deadline
 from scheduler.admission.queue import NO_NUMBER, AdmissionQueue, lane_of
 from scheduler.admission.shares import HALF_LIFE_S, ClassShares
 from tests.strategies import examples
@@ -52,9 +52,36 @@ def test_each_lane_has_its_own_head() -> None:
     assert queue.head(0.0, STRICT) == NO_NUMBER
 
 
+LANES = (STRICT, LOOSE, ANY)
+TENANTS = {"small": 1.0, "flood": 1.0, "twice": 2.0}
+
+
+@examples(100)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(sorted(TENANTS)), st.sampled_from(LANES), st.integers(1, 200)), min_size=1, max_size=60
+    )
+)
+def test_tenants_take_turns_over_all_lanes(requests: list[tuple[str, int, int]]) -> None:
+    """One that waits in several lanes gets no more than one that waits in a single one, and twice as much by weight."""
+    queue, got = AdmissionQueue(turn=FairTurns(TENANTS)), dict.fromkeys(TENANTS, 0.0)
+    for number, (tenant, lane, tokens) in enumerate(requests):
+        queue.join(number, request=WaitingRequest(number=number, lane=lane, tenant=tenant, num_tokens=float(tokens)))
+    largest = max(tokens for _, _, tokens in requests)
+    while queue:
+        waiting = {requests[number][0] for number in queue.numbers}
+        counts = [got[tenant] for tenant in waiting]
+        assert max(counts) - min(counts) <= largest
+        first = queue.heads(0.0)[0]
+        tenant, _, tokens = requests[first]
+        queue.count_served(tenant, float(tokens))
+        queue.leave(first)
+        got[tenant] += tokens / TENANTS[tenant]
+
+
 def test_a_turn_chooses_in_each_lane() -> None:
     """Not among all."""
-    queue = queue_of(LOOSE, LOOSE, STRICT, STRICT, due_s=(9.0, 1.0, 4.0, 3.0), make_turn=lambda: by_deadline)
+    queue = queue_of(LOOSE, LOOSE, STRICT, STRICT, due_s=(9.0, 1.0, 4.0, 3.0), turn=by_deadline)
     assert queue.heads(0.0) == [3, 1]
 
 

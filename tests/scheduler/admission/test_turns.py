@@ -120,8 +120,8 @@ def test_backlogged_tenants_get_tokens_within_one_request_of_each_other(
     turns = FairTurns()
     for tenant, tokens in before:
         turns.served(tenant, tokens)
-    level = min((turns._of(name) for name in "abc"), default=0.0)
-    served = {name: turns._of(name) - level for name in "abc"}  # what is still counted of it
+    level = min((turns.tokens_of(name) for name in "abc"), default=0.0)
+    served = {name: turns.tokens_of(name) - level for name in "abc"}  # what is still counted of it
     left = waiting(*({"tenant": tenant, "num_tokens": float(tokens)} for tenant, tokens in requests))
     largest = max([*(tokens for _, tokens in requests), *served.values()])
     while left:
@@ -148,7 +148,7 @@ def test_the_number_of_tenants_that_are_remembered_is_bounded(requests: list[tup
             turns.served(f"t{tenant}", tokens)
             totals[tenant] += tokens
             assert len(turns._served) <= 10
-        assert turns._of("flood") == 10_000.0
+        assert turns.tokens_of("flood") == 10_000.0
 
 
 def test_an_order_by_name() -> None:
