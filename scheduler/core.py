@@ -60,6 +60,7 @@ class DecisionRules:
     max_held_tokens: float = math.inf  # of these requests: prompts and predicted responses
     max_held_of_tenant: int = sys.maxsize
     max_held_best_effort: int = sys.maxsize
+    max_held_real_time: int = sys.maxsize
     admission_turn: str = ARRIVAL_TURN  # the order in which requests of a lane of the admission queue get their turn
     tenant_weights: Mapping[str, float] = field(default_factory=dict)  # of the turn `fair`; 1 without one
     best_effort_share: float = 0.05  # of the admitted tokens: best effort gets it also where that makes others late
@@ -73,7 +74,7 @@ class DecisionRules:
         if self.without_pool not in WITHOUT_POOL:
             raise ValueError(f"without_pool: {self.without_pool!r} is none of {', '.join(WITHOUT_POOL)}")
         turn_named(self.admission_turn)
-        for name in ("max_held", "max_held_of_tenant", "max_held_best_effort"):
+        for name in ("max_held", "max_held_of_tenant", "max_held_best_effort", "max_held_real_time"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}: must be a number of requests from 0 on, not {getattr(self, name)}")
         for tenant, weight in self.tenant_weights.items():
@@ -215,7 +216,10 @@ class SchedulerCore:
             return QUEUE_FULL
         if request.client_id and queue.num_of_tenant(request.client_id) >= self.rules.max_held_of_tenant:
             return TENANT_LIMIT
+        num_real_time = len(queue) - queue.num_best_effort
         if request.objective.is_best_effort and queue.num_best_effort >= self.rules.max_held_best_effort:
+            return CLASS_LIMIT
+        if not request.objective.is_best_effort and num_real_time >= self.rules.max_held_real_time:
             return CLASS_LIMIT
         return ""
 

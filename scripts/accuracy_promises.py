@@ -240,7 +240,7 @@ def busy_s() -> float:
 def scenario_of(arguments: argparse.Namespace, decision_s: float) -> Scenario:
     """Describe the live system."""
     engine = {**ENGINE, "batcher": BATCHER, "enable_prefix_caching": False}
-    conditions = {"turn": TURN, "max_held_of_tenant": MAX_HELD_OF_TENANT, "network_s": decision_s,
+    conditions = {"admission_turn": TURN, "max_held_of_tenant": MAX_HELD_OF_TENANT, "network_s": decision_s,
                   "deadline_margin_s": MARGIN_MS / 1000,
                   "num_schedulers": arguments.schedulers, "sample_s": 0.0}  # fmt: skip
     return scenario_from({

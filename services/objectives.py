@@ -29,6 +29,13 @@ ObjectivesFile = Annotated[
     ),
 ]
 
+PassObjectivePriority = Annotated[
+    bool,
+    "Write the priority of an objective into the requests for engines, for engines that order by priority: vLLM with "
+    "--scheduling-policy priority, or the rule sarathi_priority. A priority that the client states itself is always "
+    "passed.",
+]
+
 
 def objectives_from_file(path: str) -> Objectives:
     """Read a table of objectives."""

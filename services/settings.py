@@ -54,6 +54,7 @@ class Option:
     metavar: str = ""
     choices: Collection[str] | Callable[[], Collection[str]] = ()
     unit: Literal["", "ms", "duration"] = ""  # of the flag; the field is in seconds
+    may_be_zero: bool = False  # a time in milliseconds
     separator: str = ""  # also splits each item of a list
     unset: str = ""  # what applies without the flag; the field is then left to the command
     environment: bool = True  # whether there is a variable
@@ -109,8 +110,9 @@ class Setting:
         if self.repeated and (separator := self.option.separator):
             return tuple(part.strip() for text in given for part in text.split(separator) if part.strip())
         if self.option.unit == "ms":
-            if not 0 < given < LONGEST_MS:
-                raise ValueError(f"{self.name}: must be a time above 0, not {given}")
+            if not (0 < given < LONGEST_MS or (given == 0 and self.option.may_be_zero)):
+                least = "from 0 on" if self.option.may_be_zero else "above 0"
+                raise ValueError(f"{self.name}: must be a time {least}, not {given}")
             return given / 1e3
         if self.option.unit == "duration":
             return seconds_of(given, self.name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +21,7 @@ from scheduler.instances import InstanceDirectory
 from scheduler.policy import policy_from
 from scheduler.prefix import PromptPrefixes
 from simulator.available_instances import AvailableInstances
-from simulator.conditions import FIRST_COME, WHOLE_QUEUE_TURNS, Conditions, require_outages
+from simulator.conditions import WHOLE_QUEUE_TURNS, Conditions, require_outages
 from simulator.coupled_run import CoupledSimulation
 from simulator.events import OUT, SAMPLE, TICK
 from simulator.fleet import InstanceSpec, has_roles, instance_names, make_fleet, noise_factors, residual_table
@@ -127,7 +128,7 @@ def _schedulers(
             InstanceDirectory(table, roles),
             random=pauses.random,
             rules=_rules(conditions),
-            order=queue_order.order if conditions.turn in WHOLE_QUEUE_TURNS else None,
+            order=queue_order.order if conditions.admission_turn in WHOLE_QUEUE_TURNS else None,
             prefixes=PromptPrefixes(table, sizes),
         )
         schedulers.append(SchedulerView(core=core))
@@ -156,16 +157,23 @@ def _begin(simulation: Simulation) -> None:
 
 
 def _rules(conditions: Conditions) -> DecisionRules:
-    is_first_come = conditions.turn in (FIRST_COME, *WHOLE_QUEUE_TURNS)
+    sorts_all = conditions.admission_turn in WHOLE_QUEUE_TURNS
     return DecisionRules(
-        max_held=conditions.max_held or sys.maxsize,
-        max_held_of_tenant=conditions.max_held_of_tenant or sys.maxsize,
-        max_held_best_effort=conditions.max_held_best_effort or sys.maxsize,
-        admission_turn=ARRIVAL_TURN if is_first_come else conditions.turn,
+        max_held=_limit(conditions.max_held),
+        max_held_tokens=math.inf if conditions.max_held_tokens is None else conditions.max_held_tokens,
+        max_held_of_tenant=_limit(conditions.max_held_of_tenant),
+        max_held_best_effort=_limit(conditions.max_held_best_effort),
+        max_held_real_time=_limit(conditions.max_held_real_time),
+        admission_turn=ARRIVAL_TURN if sorts_all else conditions.admission_turn,
+        tenant_weights=dict(conditions.tenant_weights),
         best_effort_share=conditions.best_effort_share,
         explains=False,
         hand_over_s=conditions.hop_s,
     )
+
+
+def _limit(number: int | None) -> int:
+    return sys.maxsize if number is None else number
 
 
 def _schedulers_of(work: Workload, num_schedulers: int, draws: np.random.Generator) -> npt.NDArray[np.int64]:

@@ -20,7 +20,7 @@ from scheduler.provisioning.tiers import Tiers, ordered, require_room
 from simulator.assembly import simulation
 from simulator.conditions import Conditions
 from simulator.events import BACK, CALL
-from simulator.fleet import InstanceSpec, restart
+from simulator.fleet import InstanceSpec, has_roles, restart
 from simulator.request_slots import collect_finished
 from simulator.result import RunResult
 from simulator.run import Simulation
@@ -106,6 +106,11 @@ def simulate_provisioned(  # noqa: PLR0913 - what a run is made of
     if len(specs) < options.limits.max_instances:
         raise ValueError(
             f"max_instances: {options.limits.max_instances} is more than the {len(specs)} available instances"
+        )
+    if options.rule != STATIC and has_roles(specs):
+        raise ValueError(
+            "instances.role: the number of instances with roles does not change in a simulation; leave out the roles, "
+            "or the rule that changes it (--provision)"
         )
     sim = simulation(specs, work, policy, conditions or Conditions(), seed=seed)
     if not sim.schedulers[0].policy.needs_forecast:

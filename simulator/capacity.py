@@ -17,6 +17,7 @@ from scipy.special import stdtrit
 from simulator.assembly import simulation
 from simulator.metrics import latencies, percentile_of_all
 from simulator.parallel import Runner, one_by_one
+from simulator.rate_limits import RateLimits, conditions_of_trial, rate_limits
 from simulator.request_slots import count_late
 from simulator.scenario import Scenario
 
@@ -75,6 +76,7 @@ class Bracket:
     low: float = 0.0
     high: float = math.inf
     num_trials: int = 0
+    limits: RateLimits = field(default_factory=RateLimits)
 
     def next_rate(self, first_rate: float) -> float:
         """Return the rate of the next trial: in growing strides while one end is open, else in the middle."""
@@ -82,9 +84,9 @@ class Bracket:
             return first_rate
         stride = math.pow(1.15, math.pow(1.6, max(0, self.num_trials - 1)))
         if self.high == math.inf:
-            return self.low * stride
+            return min(self.low * stride, self.limits.highest)
         if self.low == 0:
-            return self.high / stride
+            return max(self.high / stride, self.limits.lowest)
         return (self.low + self.high) / 2
 
     def learn(self, rate: float, *, holds: bool) -> None:
@@ -105,20 +107,40 @@ class Bracket:
         return self.low > 0 and self.high < math.inf
 
     @property
+    def holds_at_highest(self) -> bool:
+        """Whether the objective holds at all rates, as far as so few requests show."""
+        return self.high == math.inf and self.low >= self.limits.highest
+
+    @property
+    def is_at_limit(self) -> bool:
+        """Whether the bracket stays open, as no rate beyond the limits can close it."""
+        return self.holds_at_highest or (self.low == 0 and self.high <= self.limits.lowest)
+
+    @property
     def middle(self) -> float:
-        """The estimate of the capacity."""
-        return (self.low + self.high) / 2
+        """The estimate of the capacity; of a bracket that is open, the rate at which the objective is known to hold."""
+        return (self.low + self.high) / 2 if self.is_closed else self.low
+
+    @property
+    def width(self) -> float:
+        """How far the ends are apart; 0 where one is open."""
+        return self.high - self.low if self.is_closed else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capacity:
-    """The mean capacity over seeds, with its confidence interval, and the capacity of each seed."""
+    """The mean capacity over seeds, with its confidence interval, and the capacity of each seed.
+
+    It is 0 for a seed where the objective is missed even by requests that hardly meet. `at_least`: for some seed the
+    objective still holds if all requests arrive at once, so that only more requests show the capacity.
+    """
 
     policy: str
     mean: float
     ci95: float  # half the width of the interval
     per_seed: tuple[float, ...]
     num_trials: int
+    at_least: bool = False
 
 
 OnTrial = Callable[[Trial, float], None]  # called with each trial and its measured percentile
@@ -132,7 +154,8 @@ def trial_s(trial: Trial) -> float:
     """Run a trial; return the measured percentile, or infinity if it was stopped because it misses the objective."""
     scenario, objective = trial.scenario, trial.objective
     work = scenario.workload(trial.rate, trial.seed)
-    running = simulation(scenario.instance_specs(), work, trial.policy, scenario.conditions, seed=trial.seed)
+    conditions = conditions_of_trial(scenario.conditions, work)
+    running = simulation(scenario.instance_specs(), work, trial.policy, conditions, seed=trial.seed)
     max_late = (1 - objective.percentile / 100) * len(work) + 1
 
     def watch(_: int) -> None:
@@ -160,8 +183,9 @@ def capacities(
     on_trial: OnTrial | None = None,
 ) -> list[Capacity]:
     """Find the capacities of several cases in parallel: in each round, every unfinished bracket gets one trial."""
+    limits = [rate_limits(scenario, scenario.workload(search.first_rate, 0)) for scenario, _ in cases]
     brackets: dict[tuple[int, int], Bracket] = {
-        (case, seed): Bracket() for case in range(len(cases)) for seed in range(search.seeds)
+        (case, seed): Bracket(limits=limits[case]) for case in range(len(cases)) for seed in range(search.seeds)
     }
     while True:
         unfinished = [key for key in brackets if not _is_settled(key, brackets, search)]
@@ -169,7 +193,7 @@ def capacities(
             for case in range(len(cases)):
                 own = _of_case(case, brackets)
                 if len(own) < search.max_seeds and not _is_precise([own[seed].middle for seed in own], search):
-                    brackets[case, len(own)] = Bracket()
+                    brackets[case, len(own)] = Bracket(limits=limits[case])
                     unfinished.append((case, len(own)))
             if not unfinished:
                 break
@@ -207,11 +231,11 @@ def _is_settled(key: tuple[int, int], brackets: dict[tuple[int, int], Bracket], 
     deviation between seeds, it adds 3 % to that.
     """
     bracket = brackets[key]
-    if bracket.num_trials >= MAX_TRIALS:
+    if bracket.num_trials >= MAX_TRIALS or bracket.is_at_limit:
         return True
     if not bracket.is_closed:
         return False
-    width = bracket.high - bracket.low
+    width = bracket.width
     if width <= search.resolution * bracket.middle:
         return True
     if search.paired:
@@ -237,7 +261,7 @@ def half_width(values: Sequence[float]) -> float:
 
 def _capacity(policy: str, own: dict[int, Bracket]) -> Capacity:
     values = [own[seed].middle for seed in sorted(own)]
-    widths = [own[seed].high - own[seed].low for seed in sorted(own)]
+    widths = [own[seed].width for seed in sorted(own)]
     rest = float(np.mean(widths)) / 2 if len(values) < 2 else float(np.mean(widths)) / math.sqrt(12 * len(values))
     ci95 = rest if len(values) < 2 else math.hypot(half_width(values), rest)
     return Capacity(
@@ -246,10 +270,17 @@ def _capacity(policy: str, own: dict[int, Bracket]) -> Capacity:
         ci95=ci95,
         per_seed=tuple(values),
         num_trials=sum(bracket.num_trials for bracket in own.values()),
+        at_least=any(bracket.holds_at_highest for bracket in own.values()),
     )
 
 
 def gain(better: Capacity, than: Capacity) -> tuple[float, float]:
-    """Return by what share one capacity exceeds another, seed by seed, and half the 95 % interval of that."""
-    ratios = [one / other - 1 for one, other in zip(better.per_seed, than.per_seed, strict=False)]
+    """Return by what share one capacity exceeds another, seed by seed, and half the 95 % interval of that.
+
+    Seeds are left out for which the other capacity is 0; without any left, both numbers are NaN.
+    """
+    pairs = zip(better.per_seed, than.per_seed, strict=False)
+    ratios = [one / other - 1 for one, other in pairs if other > 0]
+    if not ratios:
+        return math.nan, math.nan
     return float(np.mean(ratios)), half_width(ratios)

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
+from typing import Any
 
 from predictor.config import require_count
 from predictor.lengths import RESIDUALS
-from scheduler.admission.order import DEADLINE_TURN, FAIR_TURN, PRIORITY_TURN, SHORTEST_TURN
+from scheduler.admission.order import ARRIVAL_TURN
+from scheduler.admission.order import TURNS as LIVE_TURNS
+from simulator.field_checks import require_choice, require_flag, require_number, require_share, require_string
 
 ENGINE_CACHE, SENT_INDEX = "engine", "sent"
-FIRST_COME, LATE_LAST, FEWEST_LATE = "first_come", "late_last", "fewest_late"
+LATE_LAST, FEWEST_LATE = "late_last", "fewest_late"
 MIN_HOP_S = 1e-6  # coupled engines advance by at most this time together
 WHOLE_QUEUE_TURNS = (LATE_LAST, FEWEST_LATE)  # which sort the whole queue, without lanes
-TURNS = (FIRST_COME, *WHOLE_QUEUE_TURNS, DEADLINE_TURN, SHORTEST_TURN, PRIORITY_TURN, FAIR_TURN)
+TURNS = (*LIVE_TURNS, *WHOLE_QUEUE_TURNS)
+HELD_LIMITS = ("max_held", "max_held_tokens", "max_held_of_tenant", "max_held_best_effort", "max_held_real_time")
+OLD_NAMES = {"turn": "admission_turn"}  # which older scenario files have
+OLD_TURNS = {"first_come": ARRIVAL_TURN}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +38,8 @@ class Outage:
     def __post_init__(self) -> None:
         """Reject an empty or negative span of time."""
         require_count("outage.instance", self.instance, at_least=0)
+        require_number("outage.from_s", self.from_s)
+        require_number("outage.until_s", self.until_s, infinite=True)
         if not 0 <= self.from_s < self.until_s:
             raise ValueError(f"outage.until_s: must be after from_s {self.from_s}, not {self.until_s}")
 
@@ -44,9 +52,12 @@ class Conditions:
     Instances report indicators every `indicator_period_s`, and schedulers receive them `indicator_delay_s` later; if
     both are 0, indicators are always current. Forecasts are made at every decision. Without `reservations`, indicators
     and forecasts leave out requests that are on their way. `prefix_view` is where prefix hits are looked up: in the
-    engines' caches, or in an index of what was sent. If the policy holds requests, `turn` is the order in which they
-    are retried; those that were held for `late_s` are late; `best_effort_share` is that of `DecisionRules`. `hop_s`
-    passes between the end of a prefill leg and the arrival of its decode leg.
+    engines' caches, or in an index of what was sent. `hop_s` passes between the end of a prefill leg and the arrival of
+    its decode leg.
+
+    The settings of the admission queue are those of `DecisionRules`, with the same names; None is any number. Two more
+    turns sort the whole queue by what is late, which is a request that was held for `late_s`. A caller waits for a
+    placement for `patience_s`; None is any time.
     """
 
     num_schedulers: int = 1
@@ -59,11 +70,15 @@ class Conditions:
     residual: str = "conditional_median"
     order_s_per_token: float = 0.0
     late_s: float = math.inf
-    turn: str = FIRST_COME
-    max_held: int = 0  # requests in an admission queue; 0: any number
-    max_held_of_tenant: int = 0  # of these, of one tenant
-    max_held_best_effort: int = 0  # of these, best effort
+    admission_turn: str = ARRIVAL_TURN
+    tenant_weights: tuple[tuple[str, float], ...] = ()
+    max_held: int | None = None
+    max_held_tokens: int | None = None
+    max_held_of_tenant: int | None = None
+    max_held_best_effort: int | None = None
+    max_held_real_time: int | None = None
     best_effort_share: float = 0.05
+    patience_s: float | None = None
     deadline_margin_s: float = 0.0  # by which a request has to be early by its forecast to be admitted
     prefix_view: str = ENGINE_CACHE
     hop_s: float = 0.003
@@ -77,23 +92,26 @@ class Conditions:
             "decision_s", "network_s", "indicator_period_s", "indicator_delay_s", "step_noise", "sample_s",
             "order_s_per_token", "deadline_margin_s",
         ):  # fmt: skip
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-                raise ValueError(f"{name}: must be a number from 0 on, not {value!r}")
-        if self.residual not in RESIDUALS:
-            raise ValueError(f"residual: {self.residual!r} is none of {', '.join(RESIDUALS)}")
-        if not self.late_s > 0:
-            raise ValueError(f"late_s: must be a number above 0, not {self.late_s!r}")
-        if self.turn not in TURNS:
-            raise ValueError(f"turn: {self.turn!r} is none of {', '.join(TURNS)}")
-        for name in ("max_held", "max_held_of_tenant", "max_held_best_effort"):
-            require_count(name, getattr(self, name), at_least=0)
-        if not 0 <= self.best_effort_share <= 1:
-            raise ValueError(f"best_effort_share: must be a share from 0 to 1, not {self.best_effort_share!r}")
-        if not MIN_HOP_S <= self.hop_s < math.inf:
-            raise ValueError(f"hop_s: must be a time from {MIN_HOP_S:g} on, not {self.hop_s!r}")
-        if self.prefix_view not in (ENGINE_CACHE, SENT_INDEX):
-            raise ValueError(f"prefix_view: {self.prefix_view!r} is neither {ENGINE_CACHE} nor {SENT_INDEX}")
+            require_number(name, getattr(self, name))
+        require_flag("reservations", self.reservations)
+        require_choice("residual", self.residual, tuple(RESIDUALS))
+        require_choice("prefix_view", self.prefix_view, (ENGINE_CACHE, SENT_INDEX))
+        require_number("hop_s", self.hop_s, at_least=MIN_HOP_S)
+        self._require_queue()
+
+    def _require_queue(self) -> None:
+        """Reject settings of the admission queue that are out of range."""
+        require_choice("admission_turn", self.admission_turn, TURNS)
+        require_number("late_s", self.late_s, above=0, infinite=True)
+        require_share("best_effort_share", self.best_effort_share)
+        for name in HELD_LIMITS:
+            if getattr(self, name) is not None:
+                require_count(name, getattr(self, name), at_least=0)
+        if self.patience_s is not None:
+            require_number("patience_s", self.patience_s)
+        for tenant, weight in self.tenant_weights:
+            require_string("tenant_weights", tenant)
+            require_number(f"tenant_weights.{tenant}", weight, above=0)
 
     @property
     def has_fresh_indicators(self) -> bool:
@@ -102,6 +120,20 @@ class Conditions:
 
 
 CONDITION_NAMES = tuple(spec.name for spec in fields(Conditions))
+
+
+def with_new_names(conditions: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a table of conditions with the present names in place of older ones."""
+    table = dict(conditions)
+    for old, new in OLD_NAMES.items():
+        if old in table and new in table:
+            raise ValueError(f"conditions.{old}: is the old name of {new}, which is there as well")
+        if old in table:
+            table[new] = table.pop(old)
+    turn = table.get("admission_turn")
+    if isinstance(turn, str):
+        table["admission_turn"] = OLD_TURNS.get(turn, turn)
+    return table
 
 
 def require_outages(outages: Sequence[Outage], num_instances: int) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from predictor.gain import ServiceLevels, attained
+from predictor.gain import ServiceLevels, attained, attainment_report
 from predictor.state import FINISHED, PREFILL_LEG
 from scheduler.provisioning.tiers import Tiers
 from simulator.assembly import simulation
@@ -25,6 +25,8 @@ from simulator.autoscaling import moved_between_tiers
 from simulator.capacity import MAX_TRIALS, Bracket
 from simulator.metrics import latencies, served_requests
 from simulator.parallel import Runner
+from simulator.rate_limits import conditions_of_trial, rate_limits
+from simulator.request_needs import kinds_of, needs_of
 from simulator.result import SHED, STATUSES, UNFINISHED, RunResult
 from simulator.run import Simulation
 from simulator.scenario import Scenario
@@ -77,14 +79,20 @@ class GoodputCase:
     seed: int
     first_rate: float
     warm_up_s: float = 0.0
+    tiers: Tiers = ()  # between which all instances move
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goodput:
-    """A goodput, and what the run at the highest rate that attains the share has shown (`run_trial`)."""
+    """A goodput, and what the run at the highest rate that attains the share has shown (`run_trial`).
+
+    The rate is 0 where requests miss the share even if they hardly meet. `at_least`: the share is still attained if all
+    requests arrive at once, so that only more requests show the goodput.
+    """
 
     rate: float
     at: dict[str, Any]
+    at_least: bool = False
 
 
 class TooManyMissedError(Exception):
@@ -94,6 +102,7 @@ class TooManyMissedError(Exception):
 def run_trial(trial: GoodputTrial) -> dict[str, Any]:
     """Run a trial; one that certainly fails is stopped, and its result has only upper limits of the shares.
 
+    `report` is what `block simulate` reports of the requests that count, also by class, tier, entry and tenant.
     `admitted` is the share of the requests that were placed where their deadlines are kept by forecast, and
     `admitted_missed` the share of these that missed one. With tiers, `num_serving` is how many instances are in tiers,
     or leave one, while the counted requests arrive.
@@ -101,8 +110,9 @@ def run_trial(trial: GoodputTrial) -> dict[str, Any]:
     scenario = trial.scenario
     work, counts = requests_of(trial)
     levels = with_deadlines(work)
+    conditions = conditions_of_trial(scenario.conditions, work)
     running = simulation(
-        scenario.instance_specs(), work, trial.policy, scenario.conditions, seed=trial.seed, whole_forecasts=False
+        scenario.instance_specs(), work, trial.policy, conditions, seed=trial.seed, whole_forecasts=False
     )
     moved = moved_between_tiers(running, trial.tiers) if trial.tiers else None
     has_deadline = ~np.isnan(levels.ttft_slo_s) & counts
@@ -123,9 +133,11 @@ def run_trial(trial: GoodputTrial) -> dict[str, Any]:
         return bool(number > last and have_ended(running)[counts].all())
 
     try:
-        found = attained_in(running.run(watch), counts)
+        result = running.run(watch)
     except TooManyMissedError:
         return {**at_most, "is_stopped": True}
+    found = attained_in(result, counts)
+    found["report"] = attainment_report(served_requests(result, latencies(result)).chosen(counts))
     promised = has_deadline & (running.decisions.promised > 0)
     found["admitted"] = float(promised.sum() / has_deadline.sum())
     found["admitted_missed"] = float(missed_so_far(running)[promised].mean()) if promised.any() else None
@@ -217,9 +229,10 @@ def goodputs(
     """Find the goodput of each case by each goal.
 
     In each round, every case gets one trial, for its first goal whose search has not ended. The other searches of the
-    case also use its result.
+    case also use its result. Where the bound says that no rate attains a goal, one trial at the lowest rate has to
+    confirm it.
     """
-    searches = [[_Search(goal=goal, resolution=resolution) for goal in goals] for _ in cases]
+    searches = [_searches_of(case, goals, resolution) for case in cases]
     while open_searches := [
         (index, search)
         for index, own in enumerate(searches)
@@ -229,11 +242,12 @@ def goodputs(
             GoodputTrial(
                 scenario=cases[index].scenario,
                 policy=cases[index].policy,
-                rate=search.bracket.next_rate(cases[index].first_rate),
+                rate=search.next_rate(cases[index].first_rate),
                 seed=cases[index].seed,
                 share=search.goal.share,
                 by_work=search.goal.by_work,
                 warm_up_s=cases[index].warm_up_s,
+                tiers=cases[index].tiers,
             )
             for index, search in open_searches
         ]
@@ -247,22 +261,53 @@ def goodputs(
     return [[search.goodput for search in own] for own in searches]
 
 
+def _searches_of(case: GoodputCase, goals: Sequence[GoodputGoal], resolution: float) -> list[_Search]:
+    work = case.scenario.workload(case.first_rate, case.seed)
+    limits, possible = rate_limits(case.scenario, work), _possible_shares(case, work)
+    return [
+        _Search(
+            goal=goal,
+            resolution=resolution,
+            bracket=Bracket(limits=limits),
+            is_possible=possible.get(goal.name, 1.0) >= goal.share - ROUNDING,
+        )
+        for goal in goals
+    ]
+
+
+def _possible_shares(case: GoodputCase, work: Workload) -> dict[str, float]:
+    """Return the shares of the requests, and of their tokens, that the bound allows; none where it is not exact."""
+    specs, levels = case.scenario.instance_specs(), with_deadlines(work)
+    if case.warm_up_s > 0 or case.scenario.conditions.step_noise > 0 or len(kinds_of(specs)) > 1:
+        return {}
+    possible = needs_of(specs[0], work)[0].is_possible
+    tokens = (work.lengths.prompt_tokens + work.lengths.output_tokens)[~np.isnan(levels.ttft_slo_s)]
+    return {"attained": float(possible.mean()), "attained_tokens": float(tokens[possible].sum() / tokens.sum())}
+
+
 @dataclass(slots=True, kw_only=True)
 class _Search:
     """The search for the goodput of one case by one goal."""
 
     goal: GoodputGoal
     resolution: float
-    bracket: Bracket = field(default_factory=Bracket)
+    bracket: Bracket
+    is_possible: bool = True  # by the bound, at some rate
     best: dict[str, Any] = field(default_factory=dict)
 
     @property
     def has_ended(self) -> bool:
         """Whether the goodput is known well enough, or too many trials were made for it."""
         bracket = self.bracket
-        if bracket.num_trials >= MAX_TRIALS:
+        if bracket.num_trials >= MAX_TRIALS or bracket.is_at_limit:
             return True
         return bracket.is_closed and bracket.high - bracket.low <= self.resolution * bracket.middle
+
+    def next_rate(self, first_rate: float) -> float:
+        """Return the rate of the next trial."""
+        if self.bracket.low == 0 and not self.is_possible:
+            return self.bracket.limits.lowest
+        return self.bracket.next_rate(first_rate)
 
     def learn(self, rate: float, found: dict[str, Any], *, asked: bool) -> None:
         """Learn from a trial; one that was stopped for another goal may show nothing."""
@@ -279,5 +324,4 @@ class _Search:
     @property
     def goodput(self) -> Goodput:
         """The middle of the bracket; of one that never closed, the rate that is known to attain the share."""
-        bracket = self.bracket
-        return Goodput(rate=bracket.middle if bracket.high < math.inf else bracket.low, at=self.best)
+        return Goodput(rate=self.bracket.middle, at=self.best, at_least=self.bracket.holds_at_highest)

@@ -12,6 +12,7 @@ from predictor.config import require_count
 from predictor.engine import Engine
 from predictor.request import BEST_EFFORT, REAL_TIME, RequestFacts, Slo
 from predictor.state import FINISHED
+from simulator.field_checks import require_number, require_string
 from simulator.load_plan import lengths_of, whole
 from simulator.traffic import draw_workload
 
@@ -35,9 +36,9 @@ class BestEffort:
         """Reject values out of range, naming the field."""
         require_count("best_effort.batch", self.batch, at_least=0)
         for name in ("prompt_tokens", "output_tokens"):
+            require_string(f"best_effort.{name}", getattr(self, name))
             lengths_of(getattr(self, name), f"best_effort.{name}")
-        if not 0 < self.for_s < math.inf:
-            raise ValueError(f"best_effort.for_s: must be above 0, not {self.for_s}")
+        require_number("best_effort.for_s", self.for_s, above=0)
 
 
 def serve_hybrid(scenario: Scenario, rate: float, seed: int) -> dict[str, Any]:

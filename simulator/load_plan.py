@@ -64,6 +64,8 @@ class Planned:
     tenant: str = ""
     prefix: tuple[int | str, ...] = ()  # the blocks that its prompt begins with; equal names are equal tokens
     block_tokens: int = 1  # tokens per block
+    entry: MixEntry | None = None
+    stated: RequestFacts | None = None  # what it says itself, where an objective gives other facts
 
 
 def slo_of(request: Planned, slo: Slo) -> Slo:
@@ -71,7 +73,7 @@ def slo_of(request: Planned, slo: Slo) -> Slo:
     return Slo(ttft_s=target_of("ttft_s", request, slo), tpot_s=target_of("tpot_s", request, slo))
 
 
-def target_of(name: str, request: Planned, slo: Slo) -> float | None:
+def target_of(name: str, request: Planned | RequestFacts, slo: Slo) -> float | None:
     """Return a request's SLO target by name, or else that of the run."""
     own: float | None = getattr(request.slo, name, None)
     return getattr(slo, name) if own is None else own
@@ -124,6 +126,7 @@ def planned(
             tenant=request.client_id,
             prefix=request.prefix_hashes,
             block_tokens=block_tokens,
+            entry=entry,
         )
         for request, due, entry in zip(requests, due_s, entries, strict=True)
     ]

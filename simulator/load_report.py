@@ -22,6 +22,7 @@ from predictor.gain import (
 )
 from predictor.request import CLASSES, Slo
 from simulator.load_plan import Planned, slo_of, target_of
+from simulator.service_report import attained_table, service_report, service_table
 
 SHED = "shed"  # the failure of a request that was refused with a time after which to retry
 LATENCIES = ("ttft_s", "tpot_s", "e2e_s")
@@ -139,7 +140,9 @@ def summary(results: Sequence[RequestResult], slo: Slo, weights: GainWeights = E
         "sent_late_s": spread(result.sent_s for result in results),
         "forecast_error": forecast_error(successful),
         "instances": dict(sorted(Counter(result.instance for result in results if result.instance).items())),
-        **attainment_report(served_requests(results, slo), weights),
+        **service_report(
+            served_requests(results, slo), np.array([result.e2e_s for result in results], np.float64), weights
+        ),
         "of_admitted": attainment_report(
             served_requests([result for result in results if result.failure != SHED], slo), weights
         ),
@@ -235,7 +238,8 @@ def _lines(total: dict[str, Any]) -> Iterator[str]:
     for kind, num in total["failures"].items():
         note = total["failure_notes"][kind]
         yield f"failed: {num} {kind}" + (f", the first one: {note}" if note else "")
-    yield from attainment_table(total)
+    yield from service_table(total)
+    yield from attained_table(total)
     if total["num_shed"] and total["of_admitted"]:
         yield ""
         yield "of those that were not shed:"

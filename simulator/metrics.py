@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from predictor.gain import EQUAL_WEIGHTS, GainWeights, ServedRequests, attainment_report, default_levels
+from predictor.gain import EQUAL_WEIGHTS, GainWeights, ServedRequests, default_levels
 from predictor.request import CLASSES
 from predictor.tabulated_costs import Costs, step_seconds, tabulate
+from simulator.field_checks import require_number
 from simulator.fleet import has_roles, instance_names
 from simulator.pool_metrics import pool_summary
 from simulator.result import STATUSES, RunResult
+from simulator.service_report import service_report
 
 Floats = npt.NDArray[np.float64]
 
@@ -29,6 +31,12 @@ class SloTarget:
     ttft_s: float | None = None
     tpot_s: float | None = None
     e2e_s: float | None = None
+
+    def __post_init__(self) -> None:
+        """Reject values out of range, naming the field."""
+        for spec in fields(self):
+            if (limit_s := getattr(self, spec.name)) is not None:
+                require_number(f"slo.{spec.name}", limit_s, above=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +110,7 @@ def summary(
     if slo is not None:
         totals["slo_attainment"] = attainment(took, slo)
     if result.work.service is not None:
-        totals |= attainment_report(served_requests(result, took).chosen(counted), weights)
+        totals |= service_report(served_requests(result, took).chosen(counted), took.e2e_s[counted], weights)
     return totals
 
 

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from predictor.step_time import StepTime
 from predictor.tabulated_costs import step_seconds, tabulate
 from scheduler.admission.order import fewest_late, late_last
-from simulator.conditions import FEWEST_LATE, FIRST_COME, LATE_LAST, Conditions
+from simulator.conditions import FEWEST_LATE, LATE_LAST, WHOLE_QUEUE_TURNS, Conditions
 from simulator.fleet import InstanceSpec
 from simulator.workload import Workload
 
@@ -23,9 +23,9 @@ class QueueOrder:
     ) -> None:
         """Estimate how long the cluster would be busy with each request, where the order needs it."""
         self.mean_step_s: Callable[[], float] = lambda: 0.0  # of all instances, as they report it
-        self._turn, self._num_schedulers = conditions.turn, num_schedulers
+        self._turn, self._num_schedulers = conditions.admission_turn, num_schedulers
         self._due_s = (work.arrival_s + conditions.late_s).tolist()
-        if conditions.turn != FEWEST_LATE:
+        if conditions.admission_turn != FEWEST_LATE:
             return
         prompt_tokens = work.lengths.prompt_tokens
         tags = np.where(np.isnan(work.tag_median), work.lengths.output_tokens, work.tag_median)
@@ -41,7 +41,7 @@ class QueueOrder:
 
     def in_turn(self, waiting: Sequence[int], now_s: float, step_s: float) -> Sequence[int]:
         """Sort waiting requests, which are given by arrival; `step_s` is the mean duration of a step."""
-        if len(waiting) < 2 or self._turn == FIRST_COME:
+        if len(waiting) < 2 or self._turn not in WHOLE_QUEUE_TURNS:
             return waiting
         if self._turn == LATE_LAST:
             return late_last(waiting, self._due_s.__getitem__, now_s)

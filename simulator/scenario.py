@@ -7,14 +7,16 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
 
-from predictor.batching import settled
+from predictor.batching import batcher_named, settled
 from predictor.config import CONSUMER, FIELD_NAMES, PRODUCER, EngineConfig, require_count
 from predictor.profile import Profile, load_profile, profile_from_json
 from predictor.step_time import StepTime
 from scheduler.instances import BOTH, PREFILL_ROLE, ROLES
-from simulator.conditions import CONDITION_NAMES, Conditions, Outage
+from scheduler.objectives import Objective, objectives_from
+from simulator.conditions import CONDITION_NAMES, Conditions, Outage, with_new_names
+from simulator.field_checks import require_flag, require_number, require_string
 from simulator.fleet import InstanceSpec, has_roles
 from simulator.hybrid_load import BestEffort
 from simulator.metrics import SloTarget
@@ -24,6 +26,9 @@ from simulator.traffic import EXPERIMENTS, Tags, Traffic, draw_workload, require
 from simulator.workload import Workload
 
 T = TypeVar("T")
+
+ENGINE_TYPES = get_type_hints(EngineConfig)
+TABLES = ("instances", "traffic", "tags", "conditions", "slo", "mix", "objective", "best_effort")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,19 +54,20 @@ class Instances:
 
     def __post_init__(self) -> None:
         """Reject values out of range, naming the field."""
+        for name in ("profile", "foreseen", "role"):
+            require_string(f"instances.{name}", getattr(self, name))
         require_count("instances.count", self.count)
         require_count("instances.pooled", self.pooled)
         require_name(self.role, ROLES, "instances.role")
         require_count("instances.num_prefill", self.num_prefill, at_least=0)
         if self.num_prefill > self.count:
             raise ValueError(f"instances.num_prefill: {self.num_prefill} are more than the {self.count} instances")
-        if not 0 <= self.added_step_s < math.inf:
-            raise ValueError(f"instances.added_step_s: must be a time from 0 on, not {self.added_step_s}")
+        require_number("instances.added_step_s", self.added_step_s)
         for name in ("pace", "foreseen_pace"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"instances.{name}: must be a number above 0, not {getattr(self, name)}")
-        for name, _ in (*self.engine, *self.prefill_engine):
-            require_name(name, FIELD_NAMES, "instances.engine")
+            require_number(f"instances.{name}", getattr(self, name), above=0)
+        for where in ("engine", "prefill_engine"):
+            for name, value in getattr(self, where):
+                _require_setting(f"instances.{where}", name, value)
 
     def instance_specs(self) -> list[InstanceSpec]:
         """Describe these instances, those with the role prefill first."""
@@ -90,10 +96,23 @@ class Instances:
         return pooled_step_time(slowed if self.added_step_s else step_time, self.pooled)
 
 
+def _require_setting(where: str, name: str, value: object) -> None:
+    """Reject an engine setting that is unknown, or of another type; `EngineConfig` knows its range."""
+    require_name(name, FIELD_NAMES, where)
+    kind = ENGINE_TYPES[name]
+    if kind is str:
+        require_string(f"{where}.{name}", value)
+    elif kind is bool or (kind == bool | None and value is not None):
+        require_flag(f"{where}.{name}", value)
+    elif kind is float or (kind == float | None and value is not None):
+        require_number(f"{where}.{name}", value, at_least=-math.inf, infinite=True)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
     """A cluster, its traffic and tags, the conditions of the run, its SLO, and the mix of its requests.
 
+    `objectives` are those that entries of the mix name.
     `best_effort` comes beside the traffic in experiments of kind hybrid.
     """
 
@@ -103,6 +122,7 @@ class Scenario:
     conditions: Conditions = field(default_factory=Conditions)
     slo: SloTarget = field(default_factory=SloTarget)
     mix: Mix = ()
+    objectives: tuple[Objective, ...] = ()
     best_effort: BestEffort = field(default_factory=BestEffort)
 
     def instance_specs(self) -> list[InstanceSpec]:
@@ -116,7 +136,11 @@ class Scenario:
         Without a rate, a trace keeps its recorded arrival times.
         """
         drawn = draw_workload(self.traffic, self.tags, self.max_request_tokens(), rate, seed)
-        return mixed_workload(drawn, self.mix, seed)
+        return self.mixed(drawn, seed)
+
+    def mixed(self, work: Workload, seed: int) -> Workload:
+        """Give each request of a workload what an entry of the mix asks for."""
+        return mixed_workload(work, self.mix, seed, {one.name: one for one in self.objectives})
 
     def max_request_tokens(self) -> int:
         """The maximum length of a request, prompt and response, on any instance."""
@@ -124,6 +148,8 @@ class Scenario:
 
     def changed(self, **changes: Any) -> Scenario:
         """Return a copy with the changes of a nested table."""
+        if isinstance(conditions := changes.get("conditions"), Mapping):
+            changes = {**changes, "conditions": with_new_names(conditions)}
         return scenario_from(_merged(as_table(self), changes))
 
 
@@ -132,6 +158,12 @@ def _connected(spec: InstanceSpec) -> InstanceSpec:
     if spec.config.kv_role:
         return spec
     kv_role = PRODUCER if spec.role == PREFILL_ROLE else CONSUMER
+    batcher = spec.config.batcher
+    if kv_role == CONSUMER and not batcher_named(batcher).fetches:
+        raise ValueError(
+            f"batcher: {batcher} serves no decode legs, so only prefill instances can run it; leave batcher out, and "
+            f'set it for them in the scenario: prefill_engine = {{ batcher = "{batcher}" }}'
+        )
     return replace(spec, config=replace(spec.config, kv_role=kv_role))
 
 
@@ -152,32 +184,67 @@ def _profile(name: str) -> Profile:
 
 def scenario_from(table: Mapping[str, Any]) -> Scenario:
     """Read a scenario from a table; unknown keys are rejected by name."""
-    _require_names(table, ("instances", "traffic", "tags", "conditions", "slo", "mix", "best_effort"), "scenario")
+    require_tables(table)
     kinds = table.get("instances", [{}])
     kinds = [kinds] if isinstance(kinds, Mapping) else kinds
-    conditions = dict(table.get("conditions", {}))
-    _require_names(conditions, CONDITION_NAMES, "conditions")
-    if "outages" in conditions:
-        conditions["outages"] = tuple(_made(Outage, outage, "conditions.outages") for outage in conditions["outages"])
     traffic = dict(table.get("traffic", {}))
     if "schedule" in traffic:
-        traffic["schedule"] = tuple((float(start_s), float(rate)) for start_s, rate in traffic["schedule"])
+        traffic["schedule"] = _pairs(traffic["schedule"])
     return Scenario(
         instances=tuple(_instances(kind) for kind in kinds),
         traffic=_made(Traffic, traffic, "traffic"),
         tags=_made(Tags, table.get("tags", {}), "tags"),
-        conditions=_made(Conditions, conditions, "conditions"),
+        conditions=_conditions(table.get("conditions", {})),
         slo=_made(SloTarget, table.get("slo", {}), "slo"),
-        mix=mix_from(table["mix"]) if table.get("mix") else (),
+        mix=() if table.get("mix", []) == [] else mix_from(table["mix"]),
+        objectives=() if table.get("objective", []) == [] else objectives_from(table["objective"]),
         best_effort=_made(BestEffort, table.get("best_effort", {}), "best_effort"),
     )
 
 
+def require_tables(table: Any) -> None:
+    """Refuse unknown tables of a scenario, and what is no table, before anything is read from them."""
+    _require_table("scenario", table)
+    _require_names(table, TABLES, "scenario")
+    kinds = table.get("instances", {})
+    if not isinstance(kinds, Mapping | list | tuple) or (not isinstance(kinds, Mapping) and not kinds):
+        raise ValueError(f"instances: must be a table, or a list of tables, not {kinds!r:.40}")
+    for kind in [kinds] if isinstance(kinds, Mapping) else kinds:
+        _require_table("instances", kind)
+        for name in ("engine", "prefill_engine"):
+            _require_table(f"instances.{name}", kind.get(name, {}))
+    for name in ("traffic", "tags", "conditions", "slo", "best_effort"):
+        _require_table(name, table.get(name, {}))
+
+
+def _require_table(where: str, table: Any) -> None:
+    if not isinstance(table, Mapping):
+        raise ValueError(f"{where}: must be a table, not {table!r:.40}")
+
+
+def _conditions(table: Mapping[str, Any]) -> Conditions:
+    conditions = with_new_names(table)
+    _require_names(conditions, CONDITION_NAMES, "conditions")
+    if "outages" in conditions:
+        outages = conditions["outages"]
+        if not isinstance(outages, list | tuple):
+            raise ValueError(f"conditions.outages: must be a list of tables, not {outages!r:.40}")
+        conditions["outages"] = tuple(_made(Outage, outage, "conditions.outages") for outage in outages)
+    if "tenant_weights" in conditions:
+        _require_table("conditions.tenant_weights", conditions["tenant_weights"])
+        conditions["tenant_weights"] = tuple(sorted(conditions["tenant_weights"].items()))
+    return _made(Conditions, conditions, "conditions")
+
+
+def _pairs(value: Any) -> Any:
+    """Return lists of lists as tuples; `Traffic` refuses whatever else there is."""
+    if not isinstance(value, list | tuple):
+        return value
+    return tuple(tuple(pair) if isinstance(pair, list | tuple) else pair for pair in value)
+
+
 def _instances(table: Mapping[str, Any]) -> Instances:
-    settings = {}
-    for name in ("engine", "prefill_engine"):
-        engine = table.get(name, {})
-        settings[name] = tuple(sorted(engine.items() if isinstance(engine, Mapping) else engine))
+    settings = {name: tuple(sorted(table.get(name, {}).items())) for name in ("engine", "prefill_engine")}
     return _made(Instances, {**table, **settings}, "instances")
 
 
@@ -186,15 +253,32 @@ def as_table(scenario: Scenario) -> dict[str, Any]:
     plain: dict[str, Any] = {}
     for part in fields(scenario):
         value = getattr(scenario, part.name)
-        if part.name == "mix":
+        if part.name in ("mix", "objectives"):
             continue
         plain[part.name] = [_plain(kind) for kind in value] if part.name == "instances" else _plain(value)
-    return {**plain, "mix": as_tables(scenario.mix)} if scenario.mix else plain
+    if scenario.mix:
+        plain["mix"] = as_tables(scenario.mix)
+    if scenario.objectives:
+        plain["objective"] = [_objective_table(one) for one in scenario.objectives]
+    return plain
+
+
+def _objective_table(objective: Objective) -> dict[str, Any]:
+    values = {
+        "name": objective.name,
+        "class": objective.request_class,
+        "ttft_slo_s": objective.slo.ttft_s,
+        "tpot_slo_s": objective.slo.tpot_s,
+        "priority": objective.priority,
+        "weight": objective.weight,
+        "when_late": objective.when_late,
+    }
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _plain(value: Any) -> dict[str, Any]:
     plain = {spec.name: getattr(value, spec.name) for spec in fields(value)}
-    for name in ("engine", "prefill_engine"):
+    for name in ("engine", "prefill_engine", "tenant_weights"):
         if name in plain:
             plain[name] = dict(plain[name])
     if "outages" in plain:
@@ -217,8 +301,7 @@ def _merged(table: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, A
 
 
 def _made(kind: type[T], table: Mapping[str, Any], where: str) -> T:
-    if not isinstance(table, Mapping):
-        raise ValueError(f"{where}: must be a table, not {table!r:.40}")
+    _require_table(where, table)
     _require_names(table, tuple(spec.name for spec in fields(kind)), where)  # type: ignore[arg-type]
     try:
         return kind(**table)

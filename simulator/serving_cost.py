@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
+from predictor.gain import attainment_report
 from scheduler.provisioning.limits import ScalingLimits, ScalingObjectives
 from scheduler.provisioning.tiers import Tiers
 from simulator.assembly import simulate
 from simulator.autoscaling import STATIC, AutoscalingOptions, simulate_provisioned
 from simulator.goodput import attained_in
+from simulator.mean_report import mean_report
+from simulator.metrics import latencies, served_requests
 from simulator.parallel import Runner
 from simulator.request_needs import allowed_e2e_s
 from simulator.scenario import Scenario
@@ -37,7 +38,10 @@ class CostTrial:
 
 
 def serving_cost(trial: CostTrial) -> dict[str, Any]:
-    """Simulate once; return the instance-seconds per request, those outside the best-effort pool, and what attained."""
+    """Simulate once; return the instance-seconds per request, those outside the best-effort pool, and what attained.
+
+    The report of `block simulate` is a part of it, also by class, tier, entry and tenant.
+    """
     scenario = sized(trial.scenario, trial.num_instances)
     work = scenario.workload(trial.rate, trial.seed)
     if trial.rule == STATIC:
@@ -54,14 +58,14 @@ def serving_cost(trial: CostTrial) -> dict[str, Any]:
         "serving_s_per_request": serving_s / len(work),
         "attained": (found := attained_in(result))["attained"],
         "attained_tokens": found["attained_tokens"],
+        **attainment_report(served_requests(result, latencies(result))),
     }
 
 
-def mean_cost(trial: CostTrial, seeds: int, runner: Runner) -> Mapping[str, float]:
+def mean_cost(trial: CostTrial, seeds: int, runner: Runner) -> Mapping[str, Any]:
     """Average the cost over samples of traffic."""
     trials = [replace(trial, seed=seed) for seed in range(seeds)]
-    each: Sequence[dict[str, Any]] = [found for _, found in runner(serving_cost, trials)]
-    return {name: float(np.mean([one[name] for one in each])) for name in each[0]}
+    return mean_report([found for _, found in runner(serving_cost, trials)])
 
 
 def _options(trial: CostTrial, scenario: Scenario, work: Workload) -> AutoscalingOptions:

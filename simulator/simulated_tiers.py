@@ -10,9 +10,10 @@ import numpy as np
 
 from predictor.tabulated_costs import step_seconds, tabulate
 from scheduler.indicators import INDEX_OF
+from scheduler.instances import PREFILL_ROLE
 from scheduler.provisioning.pool_state import TierNeeds
 from scheduler.provisioning.tier_planner import POOL, TierInstance, TierMove, TierPlace, TierPlanner
-from scheduler.provisioning.tiers import Tiers
+from scheduler.provisioning.tiers import Tiers, require_served
 from simulator.fleet import InstanceSpec
 from simulator.run import Simulation
 
@@ -24,7 +25,12 @@ class SimulatedTiers:
     """Moves the instances of one simulation between tiers, by the planner of the live provisioner."""
 
     def __init__(self, sim: Simulation, tiers: Tiers, *, hold_s: float, settle_s: float) -> None:
-        """Start with all instances in the best-effort pool."""
+        """Start with all instances in the best-effort pool; refuse a tier that none of them can serve."""
+        self._alone_s = [_alone_step_s(spec) for spec in sim.specs]
+        decoding_s = [
+            alone_s for alone_s, spec in zip(self._alone_s, sim.specs, strict=True) if spec.role != PREFILL_ROLE
+        ]
+        require_served(tiers, min(decoding_s, default=math.nan))
         self.moves: list[tuple[float, TierMove]] = []
         self.needs = TierNeeds()
         self.tier_s = dict.fromkeys([tier.name for tier in tiers], 0.0)
@@ -34,7 +40,6 @@ class SimulatedTiers:
         self._bounds_s = {tier.name: tier.tpot_slo_s for tier in tiers}
         self._names = sim.schedulers[0].table.known.instance_ids
         self._places = dict.fromkeys(self._names, POOL)
-        self._alone_s = [_alone_step_s(spec) for spec in sim.specs]
         self._counted_s = 0.0  # up to when serving time is counted
         self._served_until: list[tuple[float, float]] = [(0.0, 0.0)]  # (time, serving time until then)
 
@@ -49,6 +54,7 @@ class SimulatedTiers:
                 num_requests=int(reported[NUM_REQUESTS, index].sum()),
                 least_tpot_slo_s=float(reported[LEAST_TPOT, index]),
                 alone_step_s=self._alone_s[index],
+                role=self._sim.specs[index].role,
             )
             for index in ready
         ]

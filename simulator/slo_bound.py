@@ -75,6 +75,11 @@ class SloBound:
         """The number of requests that no instance could serve by their deadlines."""
         return int(np.isinf(self.costs_s).sum())
 
+    @property
+    def is_possible(self) -> bool:
+        """Whether an idle instance could serve any request by its deadlines; if not, there is no optimum."""
+        return self.num_impossible < len(self.costs_s)
+
     def instance_s(self, share: float = 1.0, *, by_work: bool = False) -> float:
         """Return the least instance-seconds per request if a share of the requests, or of their tokens, attain."""
         if not 0 < share <= 1:
@@ -105,13 +110,15 @@ class SloBound:
         return mixed_s / tiers_s - 1 if 0 < tiers_s < math.inf else 0.0
 
     def as_table(self, shares: Sequence[float]) -> dict[str, object]:
-        """Return all numbers by name."""
+        """Return all numbers by name; the optimum is None where no request can be served by its deadlines."""
+        optimum_s = {kind: self.optimum_s[kind] if self.is_possible else math.inf for kind in KINDS}
+        rates = {kind: self.optimum(kind) if self.is_possible else math.inf for kind in KINDS}
         return {
             "bound_qps": {f"{share:g}": _or_none(self.rate(share)) for share in shares},
             "work_bound_qps": {f"{share:g}": _or_none(self.rate(share, by_work=True)) for share in shares},
-            "optimum_qps": {kind: _or_none(self.optimum(kind)) for kind in KINDS},
-            "optimum_instance_s": {kind: _or_none(self.optimum_s[kind]) for kind in KINDS},
-            "worth_of_tiers": _or_none(self.worth_of_tiers),
+            "optimum_qps": {kind: _or_none(rate) for kind, rate in rates.items()},
+            "optimum_instance_s": {kind: _or_none(seconds) for kind, seconds in optimum_s.items()},
+            "worth_of_tiers": _or_none(self.worth_of_tiers) if self.is_possible else None,
             "tier_instance_s": {name: _or_none(seconds) for name, seconds in self.tier_s.items()},
             "num_impossible": self.num_impossible,
         }

@@ -15,6 +15,7 @@ from predictor.gain import ServiceLevels, service_levels_of
 from predictor.suggestions import did_you_mean
 from simulator import workload as work
 from simulator.conversations import Turns, conversations
+from simulator.field_checks import require_choice, require_flag, require_number, require_share, require_string
 from simulator.load_plan import lengths_of as distribution
 from simulator.load_plan import whole
 from simulator.reference_data import data_folder
@@ -62,22 +63,38 @@ class Traffic:
 
     def __post_init__(self) -> None:
         """Reject values out of range, naming the field."""
-        if self.arrivals not in ARRIVALS:
-            raise ValueError(f"traffic.arrivals: {self.arrivals!r} is none of {', '.join(ARRIVALS)}")
+        require_string("traffic.trace", self.trace)
+        require_choice("traffic.arrivals", self.arrivals, ARRIVALS)
+        require_flag("traffic.in_order", self.in_order)
         if self.arrivals == TRACE and not self.trace:
             raise ValueError("traffic.trace: is missing, but arrivals are to be the trace's")
-        if not 0 < self.cv < math.inf:
-            raise ValueError(f"traffic.cv: must be a number above 0, not {self.cv}")
-        if not 0 <= self.hot_share <= 1:
-            raise ValueError(f"traffic.hot_share: must lie between 0 and 1, not {self.hot_share}")
+        require_number("traffic.cv", self.cv, above=0)
+        require_share("traffic.hot_share", self.hot_share)
+        for name in ("grid_s", "from_s", "hot_from_s", "hot_until_s"):
+            require_number(f"traffic.{name}", getattr(self, name), infinite=name == "hot_until_s")
         for name in ("prompt_tokens", "output_tokens", "turns", "pause_s"):
             if not isinstance(value := getattr(self, name), str):
                 raise ValueError(f'traffic.{name}: must be text, such as "4" or "uniform:1:6", not {value!r}')
+            if value or name != "turns":
+                distribution(value, f"traffic.{name}", continuous=name == "pause_s")
         if self.turns and self.trace:
             raise ValueError("traffic.turns: is for drawn requests; those of a trace name their sessions themselves")
+        _require_schedule(self.schedule)
         require_count("traffic.block_tokens", self.block_tokens)
         for name in ("num_requests", "most_tokens", "hot_tokens"):
             require_count(f"traffic.{name}", getattr(self, name), at_least=0)
+
+
+def _require_schedule(schedule: object) -> None:
+    """Reject what is no list of pairs of a time and a rate."""
+    if not isinstance(schedule, tuple):
+        raise ValueError(f"traffic.schedule: must be a list of pairs of a time and a rate, not {schedule!r:.40}")
+    for place, pair in enumerate(schedule):
+        where = f"traffic.schedule[{place}]"
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            raise ValueError(f"{where}: must be a pair of a time and a rate, not {pair!r:.40}")
+        for number in pair:
+            require_number(where, number)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,8 +108,14 @@ class Tags:
     file: str = ""  # a tagger's errors: columns output_tokens, median_tokens, spread
 
     def __post_init__(self) -> None:
-        """Reject an unknown kind."""
+        """Reject values out of range, naming the field."""
+        for name in ("kind", "file"):
+            require_string(f"tags.{name}", getattr(self, name))
         require_name(self.kind, tuple(work.TAGS), "tags.kind")
+        require_number("tags.sigma", self.sigma)
+        require_number("tags.tokens", self.tokens, above=0)
+        if self.spread is not None:
+            require_number("tags.spread", self.spread)
 
     def model(self) -> TagModel:
         """Return the function that gives tags."""

@@ -3,15 +3,19 @@
 A request belongs to the loosest tier that keeps its target for the time per token. An instance is in the pool, in a
 tier, or pending: it has left its tier, and finishes the requests of looser tiers that it has. Schedulers put requests
 on idle instances of the pool at once; such an instance joins the tier of its strictest request.
+
+Tiers bound the time per token, so only instances that decode belong to one: those with the role prefill stay in the
+open pool.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from scheduler.instances import BOTH, PREFILL_ROLE
 from scheduler.provisioning.pool_state import TierNeeds
 from scheduler.provisioning.tiers import SAME, Tier, Tiers, tier_for
 
@@ -40,6 +44,7 @@ class TierInstance:
     num_requests: int | None = None
     least_tpot_slo_s: float = math.inf  # the strictest target there
     alone_step_s: float = math.nan  # of a step that decodes one request; NaN: unknown
+    role: str = BOTH
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,8 +186,17 @@ class TierPlanner:
 
 
 def can_serve(one: TierInstance, tier: Tier) -> bool:
-    """Return whether an instance keeps the bound of a tier at least with one request; False where that is unknown."""
+    """Return whether an instance keeps the bound of a tier at least with one request; False where that is unknown.
+
+    A full step may be longer than the bound: admission by forecasts knows it, and early tokens leave time for it.
+    """
     return one.alone_step_s <= tier.tpot_slo_s
+
+
+def shortest_step_s(instances: Iterable[TierInstance]) -> float:
+    """Return the shortest step that decodes one request, of the instances that decode; NaN where none is known."""
+    known = [one.alone_step_s for one in instances if one.role != PREFILL_ROLE and not math.isnan(one.alone_step_s)]
+    return min(known, default=math.nan)
 
 
 class _Board:
@@ -191,8 +205,10 @@ class _Board:
     def __init__(self, tiers: Tiers, instances: Sequence[TierInstance]) -> None:
         self.by_name = {tier.name: tier for tier in tiers}
         self.all = sorted(instances, key=lambda one: one.instance_id)
-        self.live = [one for one in self.all if one.num_requests is not None]  # others stay where they are
-        self.places = {one.instance_id: self._known(one.place) for one in self.all}
+        self.decoding = [one for one in self.all if one.role != PREFILL_ROLE]
+        self.live = [one for one in self.decoding if one.num_requests is not None]  # others stay where they are
+        self.places = dict.fromkeys((one.instance_id for one in self.all), POOL)
+        self.places |= {one.instance_id: self._known(one.place) for one in self.decoding}
         self._tiers = tiers
         self._why: dict[str, str] = {}
 
@@ -216,7 +232,7 @@ class _Board:
             TierMove(
                 instance_id=one.instance_id,
                 place=self.place(one),
-                why=self._why.get(one.instance_id, "its tier is gone"),
+                why=self._why.get(one.instance_id) or _why_in_pool(one),
             )
             for one in self.all
             if self.place(one) != one.place
@@ -246,8 +262,8 @@ class _Board:
 
     def may_be_served(self, tier: Tier) -> bool:
         """Return whether one more instance like those there are could serve a tier."""
-        known = [one for one in self.all if not math.isnan(one.alone_step_s)]
-        return not known or any(can_serve(one, tier) for one in known)
+        shortest_s = shortest_step_s(self.decoding)
+        return math.isnan(shortest_s) or shortest_s <= tier.tpot_slo_s
 
     def candidate_for(self, tier: Tier) -> TierInstance | None:
         """Return the instance that joins a tier: a pending one whose requests fit, else one of the pool.
@@ -266,6 +282,10 @@ class _Board:
         held, is_idle = self.tier_held(one), not one.num_requests
         kind = (held is tier, held is not None, is_idle, True).index(True)
         return kind, one.num_requests or 0, -one.alone_step_s, one.instance_id
+
+
+def _why_in_pool(one: TierInstance) -> str:
+    return "prefill instances belong to no tier" if one.role == PREFILL_ROLE else "its tier is gone"
 
 
 def _by_tier(waiting: Mapping[float, int], tiers: Tiers) -> dict[str, int]:

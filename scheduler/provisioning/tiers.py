@@ -87,6 +87,16 @@ def require_room(tiers: Tiers, max_instances: int) -> None:
         raise ValueError(f"tier: min_instances: {least} in sum are more than max_instances {max_instances} of the pool")
 
 
+def require_served(tiers: Tiers, shortest_step_s: float) -> None:
+    """Refuse a tier whose bound no instance keeps, by the shortest step that decodes one request; NaN: unknown."""
+    for tier in tiers:
+        if shortest_step_s > tier.tpot_slo_s:
+            raise ValueError(
+                f"tier: tpot_slo_s: no instance can keep the {1e3 * tier.tpot_slo_s:g} ms of {tier.name!r}: the "
+                f"shortest step of the instances takes {1e3 * shortest_step_s:.3g} ms"
+            )
+
+
 def tier_for(tpot_slo_s: float, tiers: Tiers) -> Tier | None:
     """Return the loosest tier that keeps a target; None without a target, and for one stricter than all tiers."""
     if not math.isfinite(tpot_slo_s):

@@ -88,10 +88,14 @@ def bench(given: SettingValues, url: str, *, as_json: bool) -> int:
 
 def plan_from(settings: BenchSettings, seed: int) -> list[Planned]:
     """Draw or read the requests and their times."""
+    from dataclasses import replace
+
     import numpy as np
 
+    from scheduler.objectives import NO_OBJECTIVES, objectives_in
+    from simulator.codec import read_text
     from simulator.load_plan import Timing, by_arrival, planned, synthetic
-    from simulator.mix import mix_from_file, mixed
+    from simulator.mix import mix_from_file, mixed, require_objectives
     from simulator.traces import Trace, trace_from
 
     if seed < 0:
@@ -113,12 +117,21 @@ def plan_from(settings: BenchSettings, seed: int) -> list[Planned]:
     kind = kind or ("trace" if trace.has_arrivals and rate is None else "poisson")
     timing = Timing(kind=kind, rate=DEFAULT_RATE if rate is None else rate, cv=settings.cv, speed=settings.speed)
     entries: list[MixEntry] | None = None
+    stated = None
+    if settings.objectives and not settings.mix:
+        raise ValueError("objectives: needs a --mix whose entries name them")
     if settings.mix:
-        requests, entries = mixed(requests, mix_from_file(settings.mix), seed)
+        mix, objectives = mix_from_file(settings.mix), NO_OBJECTIVES
+        if settings.objectives:
+            objectives = objectives_in(read_text(settings.objectives), settings.objectives)
+            require_objectives(mix, objectives)
+        stated, entries = mixed(requests, mix, seed)
+        requests, _ = mixed(requests, mix, seed, objectives)
     for tenant in {request.client_id for request in requests}:
         if not (tenant.isascii() and tenant.isprintable()):
             raise ValueError(f"tenant: must be printable ASCII, as it is sent in a header, not {tenant!r}")
-    return planned(requests, timing, generator, block_tokens=trace.block_tokens, mix_entries=entries)
+    plan = planned(requests, timing, generator, block_tokens=trace.block_tokens, mix_entries=entries)
+    return [replace(one, stated=said) for one, said in zip(plan, stated, strict=True)] if stated else plan
 
 
 async def measured(

@@ -9,13 +9,15 @@ from typing import Any
 
 import click
 
-from services.cli.capacity_goodput import find_goodput
+from scheduler.provisioning.tiers import tiers_in
+from services.cli.capacity_goodput import find_goodput, notes
 from services.cli.first_use import say_if_compiling
 from services.cli.mix_options import mix_option, refuse_given, with_mix
 from services.cli.progress_bars import show_line
 from services.cli.simulate_options import policies_in, policy_option, runner_for, scenario_of, scenario_options
 from services.settings import default_of
 from simulator.capacity import Capacity, LatencyObjective, Search, Trial, capacities, gain
+from simulator.codec import read_text
 
 METRICS = ("ttft_s", "tpot_s", "e2e_s")
 FOR_LATENCIES = ("metric", "percentile", "limit_s", "max_seeds", "precision")  # options without a meaning for goodput
@@ -95,6 +97,13 @@ FOR_LATENCIES = ("metric", "percentile", "limit_s", "max_seeds", "precision")  #
     show_default=True,
     help="Goodput: seconds before and after the requests that count, in which more requests arrive.",
 )
+@click.option(
+    "--tiers",
+    "tiers_file",
+    metavar="FILE",
+    default=None,
+    help="Goodput: TOML file with a table [[tier]] for each tier, between which instances move.",
+)
 @click.option("--workers", type=int, default=None, help="Number of processes.  [default: one per core]")
 @click.option(
     "--ray", metavar="[ADDRESS]", is_flag=False, flag_value="local", default=None, help="Run on a Ray cluster."
@@ -115,6 +124,7 @@ def capacity(
     resolution: float,
     first_rate: float | None,
     warm_up_s: float,
+    tiers_file: str | None,
     workers: int | None,
     ray: str | None,
     as_json: bool,
@@ -139,13 +149,14 @@ def capacity(
         raise ValueError(f"--warm-up: must be a time from 0 on, not {warm_up_s}")
     if mix_file is not None or shares:
         refuse_given("is for latencies; --mix and --attained are about deadlines", *FOR_LATENCIES)
+        tiers = () if tiers_file is None else tiers_in(read_text(tiers_file), tiers_file)
         with runner_for(workers, ray) as runner:
             find_goodput(
                 scenario, chosen, shares, seeds=seeds, resolution=resolution, first_rate=first_rate,
-                warm_up_s=warm_up_s, runner=runner, as_json=as_json,
+                warm_up_s=warm_up_s, tiers=tiers, runner=runner, as_json=as_json,
             )  # fmt: skip
         return
-    refuse_given("is for goodput; give --mix or --attained as well", "warm_up_s")
+    refuse_given("is for goodput; give --mix or --attained as well", "warm_up_s", "tiers_file")
     num = len(scenario.instance_specs())
     search = Search(
         resolution=resolution,
@@ -168,9 +179,8 @@ def capacity(
         found = capacities([(scenario, policy) for policy in chosen], objective, search, runner, show)
     show_line()
     if as_json:
-        print(
-            json.dumps({"num_instances": num, "objective": asdict(objective), "policies": [asdict(f) for f in found]})
-        )
+        rows = [asdict(one) | ({"ci95": None} if one.at_least else {}) for one in found]
+        print(json.dumps({"num_instances": num, "objective": asdict(objective), "policies": rows}))
         return
     _print_table(found, objective, num)
 
@@ -180,7 +190,11 @@ def _print_table(found: list[Capacity], objective: LatencyObjective, num: int) -
     width = max(10, *(len(one.policy) for one in found))
     for one in found:
         line = f"{one.policy:{width}} {one.mean:9.2f} ± {one.ci95:.2f}"
-        if one is not found[0]:
+        if one.at_least:
+            line = f"{one.policy:{width}} ≥ {one.mean:7.2f}"
+        elif one is not found[0] and not found[0].at_least and min(found[0].per_seed) > 0:
             share, half = gain(one, found[0])
             line += f"   {share:+.1%} ± {half:.1%} over {found[0].policy}"
         print(line)
+    for note in notes([rate for one in found for rate in one.per_seed], at_least=any(one.at_least for one in found)):
+        print(note)

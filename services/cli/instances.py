@@ -45,7 +45,8 @@ def list_instances(operators: tuple[str, ...], key: OwnKey, *, as_json: bool) ->
 @click.argument("sidecar_address", metavar="SIDECAR")
 @click.option("--model", "models", multiple=True, help="Model that it serves. Repeatable.  [default: any]")
 @click.option("--role", default=BOTH, show_default=True, help="both, prefill or decode.")
-@click.option("--tier", default="", help="Tier that it belongs to.")
+@click.option("--tier", default="", help="Tier that it belongs to; needs --tier-tpot-ms.")
+@click.option("--tier-tpot-ms", type=float, default=None, help="Bound of its tier, in milliseconds per token.")
 @click.option(
     "--ttl-s", type=float, default=None, help="Time after which it is forgotten, unless it is added again, in seconds."
 )
@@ -62,6 +63,7 @@ def add(
     models: tuple[str, ...],
     role: str,
     tier: str,
+    tier_tpot_ms: float | None,
     ttl_s: float | None,
     replace: bool,
     operators: tuple[str, ...],
@@ -77,6 +79,8 @@ def add(
         "role": role,
         "tier": tier,
     }
+    if tier_tpot_ms is not None:
+        table["tier_tpot_s"] = tier_tpot_ms / 1e3
     if ttl_s is not None:
         table["ttl_s"] = ttl_s
     replies = call_all(operators, key, "POST", f"/instances?replace={str(replace).lower()}", table)

@@ -11,12 +11,16 @@ import click
 from click.core import ParameterSource
 
 from predictor.gain import GainWeights, priority_weights
-from services.load.settings import FIRST_WEIGHT_HELP, MIX_HELP, PRIORITY_WEIGHT_HELP, BenchSettings
+from scheduler.objectives import NO_OBJECTIVES, Objectives, objectives_in
+from services.load.settings import FIRST_WEIGHT_HELP, MIX_HELP, OBJECTIVES_HELP, PRIORITY_WEIGHT_HELP, BenchSettings
 from services.settings import default_of
-from simulator.mix import mix_from_file
+from simulator.codec import read_text
+from simulator.mix import mix_from_file, require_objectives
 from simulator.scenario import Scenario
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+OBJECTIVES = "block.objectives"  # the name of the file in the command's context
 
 
 def mix_options(command: F) -> F:
@@ -39,12 +43,37 @@ def mix_options(command: F) -> F:
 
 def mix_option(command: F) -> F:
     """Give a command a mix of requests."""
+    command = click.option(
+        "--objectives",
+        "objectives_file",
+        metavar="TOML",
+        default=None,
+        expose_value=False,
+        callback=_keep_objectives,
+        help=OBJECTIVES_HELP,
+    )(command)
     return click.option("--mix", "mix_file", metavar="TOML", default=None, help=MIX_HELP)(command)
 
 
+def _keep_objectives(context: click.Context, _: click.Parameter, value: str | None) -> None:
+    """Keep the name of the file for `objectives_given`, so that commands with a mix need no further argument."""
+    context.meta[OBJECTIVES] = value
+
+
+def objectives_given() -> Objectives:
+    """Return the objectives of the file that the command's option names; without one, none."""
+    path: str | None = click.get_current_context().meta.get(OBJECTIVES)
+    return NO_OBJECTIVES if path is None else objectives_in(read_text(path), path)
+
+
 def with_mix(scenario: Scenario, mix_file: str | None) -> Scenario:
-    """Return a scenario with the mix of a file, where there is one."""
-    return scenario if mix_file is None else replace(scenario, mix=mix_from_file(mix_file))
+    """Return a scenario with the mix and the objectives of files, where there are any."""
+    if mix_file is not None:
+        scenario = replace(scenario, mix=mix_from_file(mix_file))
+    if objectives := objectives_given():
+        scenario = replace(scenario, objectives=tuple(objectives.values()))
+    require_objectives(scenario.mix, {one.name: one for one in scenario.objectives})
+    return scenario
 
 
 def gain_weights(priority_weight: tuple[str, ...], first_token_weight: float) -> GainWeights:

@@ -15,6 +15,7 @@ from google.protobuf.message import Message
 
 from protos.block.v1 import common_pb2, provisioner_pb2_grpc
 from protos.block.v1 import provisioner_pb2 as pb
+from scheduler.instances import BOTH
 from services.cli.caller_key import api_key_option
 from services.cli.tls_options import tls_options
 from services.instances.instance import require_address
@@ -58,13 +59,11 @@ def status(address: str, *, as_json: bool, key: OwnKey) -> None:
             f"{pool.forecast_p99_e2e_s:.1f} s, cold start {pool.cold_start_s:.1f} s"
         )
         for tier in pool.tiers:
-            print(
-                f"  tier {tier.name}, {1e3 * tier.tpot_slo_s:g} ms: {tier.num_instances} instances, {tier.num_pending} "
-                f"pending, {tier.num_waiting} requests wait"
-            )
+            print(_tier_line(tier))
         for one in pool.instances:
+            role = f"  {one.role}" if one.role not in ("", BOTH) else ""
             tier = f"  {one.tier}{' (pending)' if one.tier_closed else ''}" if one.tier else ""
-            print(f"  {one.instance_id:28} {_state(one.state):9} {one.engine_url}{tier}")
+            print(f"  {one.instance_id:28} {_state(one.state):9} {one.engine_url}{role}{tier}")
         for action in pool.under_way:
             print(f"  {_line(action)}")
 
@@ -152,6 +151,16 @@ def _plain(message: Message) -> dict[str, Any]:
 
 def _state(state: common_pb2.InstanceState.ValueType) -> str:
     return common_pb2.InstanceState.Name(state).removeprefix("INSTANCE_STATE_").lower()
+
+
+def _tier_line(tier: pb.TierStatus) -> str:
+    line = (
+        f"  tier {tier.name}, {1e3 * tier.tpot_slo_s:g} ms: {tier.num_instances} instances, {tier.num_pending} "
+        f"pending, {tier.num_waiting} requests wait"
+    )
+    if tier.HasField("shortest_step_s") and tier.shortest_step_s > tier.tpot_slo_s:
+        line += f"; no instance can keep this bound: the shortest step takes {1e3 * tier.shortest_step_s:.3g} ms"
+    return line
 
 
 def _line(action: pb.Action) -> str:

@@ -171,7 +171,7 @@ def recommend_command(
         with runner_for(workers, None) as runner:
             recommend_by_pools(
                 base, policies_in(policies) if policies else (), target, rate=rate, seeds=seeds,
-                max_instances=max_instances, price=price, runner=runner, as_json=as_json,
+                max_instances=max_instances, price=price, measure=measure, runner=runner, as_json=as_json,
             )  # fmt: skip
         return
     chosen = policies_in(policies or (ALL if measure is None else BY_DEADLINES,))
@@ -195,7 +195,7 @@ def recommend_command(
         return
     _print_table(found, target, several=len(kinds) > 1)
     if costs is not None:
-        print("\n".join(costs.lines(found)))
+        print("\n".join(costs.lines()))
 
 
 def _refuse_with_pools(profiles: tuple[str, ...], autoscale: str | None) -> None:

@@ -11,9 +11,11 @@ from scheduler.policy import policy_from
 from scheduler.provisioning import TIERS, rule_from
 from scheduler.provisioning.limits import ScalingObjectives
 from scheduler.provisioning.tiers import Tiers
+from services.cli.group_table import group_table
 from services.cli.slo_bound_lines import bound_of
 from simulator.goodput import GoodputGoal
 from simulator.parallel import Runner
+from simulator.pools import PoolRecommendation, in_pools
 from simulator.scenario import Scenario
 from simulator.serving_cost import CostTrial, mean_cost
 from simulator.sizing import Recommendation, sized
@@ -28,7 +30,8 @@ Ranking = Sequence[tuple[str, Recommendation]]  # profiles and what is recommend
 class RecommendedCosts:
     """The costs of each row of a ranking, and the least ones by profile; None where they are not known."""
 
-    rows: Sequence[Mapping[str, Mapping[str, float] | None]]
+    names: Sequence[str]  # of the rows
+    rows: Sequence[Mapping[str, Mapping[str, Any] | None]]
     least: Mapping[str, Mapping[str, float | None] | None]
     rule: str | None
 
@@ -37,21 +40,27 @@ class RecommendedCosts:
         ranking = [{**row, "cost": cost} for row, cost in zip(total["ranking"], self.rows, strict=True)]
         return {**total, "ranking": ranking, "bound": self.least}
 
-    def lines(self, ranking: Ranking) -> Iterator[str]:
-        """Yield the costs for people."""
+    def lines(self) -> Iterator[str]:
+        """Yield the costs for people, and what each group of a mix attains at them."""
         names = {FIXED: "with a fixed number of instances", AUTOSCALED: f"with {self.rule}"}
-        several = len(self.least) > 1
-        for (profile, answer), costs in zip(ranking, self.rows, strict=True):
+        for name, costs in zip(self.names, self.rows, strict=True):
             for kind, cost in costs.items():
                 if cost is not None:
                     serving = ""
                     if cost["serving_s_per_request"] != cost["instance_s_per_request"]:
                         serving = f" ({cost['serving_s_per_request']:.3f} in tiers)"
                     yield (
-                        f"{profile + '  ' if several else ''}{answer.policy}: {cost['instance_s_per_request']:.3f}"
+                        f"{name}: {cost['instance_s_per_request']:.3f}"
                         f" instance-seconds per request{serving} {names[kind]}, attained {cost['attained']:.1%}"
                         f" ({cost['attained_tokens']:.1%} of the tokens)"
                     )
+        reports = {
+            f"{name} {self.rule}" if kind == AUTOSCALED else name: cost
+            for name, costs in zip(self.names, self.rows, strict=True)
+            for kind, cost in costs.items()
+            if cost is not None
+        }
+        yield from group_table("requests of each group with all tokens by their deadlines", reports)
         for profile, least in self.least.items():
             if least is not None:
                 yield f"{profile}: {_least_text(least)}"
@@ -84,22 +93,41 @@ class CostMeasure:
 
     def costs(self, scenarios: Mapping[str, Scenario], ranking: Ranking, runner: Runner) -> RecommendedCosts:
         """Return the costs of a ranking; `scenarios` are by profile."""
+        several = len(scenarios) > 1
         return RecommendedCosts(
-            rows=[self._of_cluster(scenarios[profile], answer, runner) for profile, answer in ranking],
-            least={profile: self._least(scenario) for profile, scenario in scenarios.items()},
+            names=[f"{profile}  {answer.policy}" if several else answer.policy for profile, answer in ranking],
+            rows=[
+                self._of_cluster(scenarios[profile], answer.policy, answer.num_instances, runner)
+                for profile, answer in ranking
+            ],
+            least={profile: self._least(sized(scenario, 1)) for profile, scenario in scenarios.items()},
+            rule=self.rule,
+        )
+
+    def costs_of_pools(
+        self, scenario: Scenario, found: Sequence[PoolRecommendation], runner: Runner
+    ) -> RecommendedCosts:
+        """Return the costs of recommended pools and co-located instances."""
+        rows = []
+        for one in found:
+            pools = scenario if one.best is None else in_pools(scenario, one.best.num_prefill, one.best.num_decode)
+            rows.append(self._of_cluster(pools, one.policy, one.num_instances, runner))
+        return RecommendedCosts(
+            names=[f"{one.policy} {'co-located' if one.colocated else 'pools'}" for one in found],
+            rows=rows,
+            least={scenario.instances[0].profile: self._least(in_pools(scenario, 1, 1))},
             rule=self.rule,
         )
 
     def _of_cluster(
-        self, scenario: Scenario, answer: Recommendation, runner: Runner
-    ) -> dict[str, Mapping[str, float] | None]:
-        num = answer.num_instances
+        self, scenario: Scenario, policy: str, num: int | None, runner: Runner
+    ) -> dict[str, Mapping[str, Any] | None]:
         if num is None:
             return {FIXED: None, AUTOSCALED: None}
-        self.on_progress(f"{answer.policy}: cost")
-        trial = CostTrial(scenario=scenario, policy=answer.policy, num_instances=num, rate=self.rate, seed=0)
+        self.on_progress(f"{policy}: cost")
+        trial = CostTrial(scenario=scenario, policy=policy, num_instances=num, rate=self.rate, seed=0)
         autoscaled = None
-        if self.rule is not None and policy_from(answer.policy).needs_forecast:  # which rules read
+        if self.rule is not None and policy_from(policy).needs_forecast:  # which rules read
             scaled = replace(trial, rule=self.rule, cold_start_s=self.cold_start_s, tiers=self.tiers)
             autoscaled = mean_cost(scaled, self.seeds, runner)
         return {FIXED: mean_cost(trial, self.seeds, runner), AUTOSCALED: autoscaled}
@@ -107,7 +135,7 @@ class CostMeasure:
     def _least(self, scenario: Scenario) -> dict[str, float | None] | None:
         """Return the least instance-seconds per request, and instances; None where no bound is defined."""
         work = scenario.workload(self.rate, 0)
-        bound = bound_of(sized(scenario, 1).instance_specs(), work)
+        bound = bound_of(scenario.instance_specs(), work)
         if bound is None:
             return None
         seconds = bound.instance_s(self.goal.share, by_work=self.goal.by_work)

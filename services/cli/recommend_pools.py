@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from services.cli.recommend_costs import CostMeasure
 from simulator.parallel import Runner
 from simulator.pools import PoolRecommendation, recommend_pools
 from simulator.scenario import Scenario
@@ -33,9 +34,9 @@ class PoolCosts:
 
 def recommend_by_pools(
     scenario: Scenario, policies: Sequence[str], target: SizingTarget, *, rate: float | None, seeds: int,
-    max_instances: int, price: float, runner: Runner, as_json: bool,
+    max_instances: int, price: float, measure: CostMeasure | None, runner: Runner, as_json: bool,
 ) -> None:  # fmt: skip
-    """Find and print the smallest cluster of each policy."""
+    """Find and print the smallest cluster of each policy, with `measure` also its instance-seconds and the bound."""
     if not price > 0:
         raise ValueError(f"instance_price: must be above 0, not {price}")
     if max_instances < SMALLEST:
@@ -51,13 +52,17 @@ def recommend_by_pools(
             runner=runner, on_progress=_show,
         )
     )  # fmt: skip
+    found.sort(key=lambda one: (one.num_instances is None, one.num_instances or 0))
+    measured = None if measure is None else measure.costs_of_pools(scenario, found, runner)
     if sys.stderr.isatty():
         print("\r\x1b[K", end="", file=sys.stderr)
-    found.sort(key=lambda one: (one.num_instances is None, one.num_instances or 0))
     if as_json:
-        print(json.dumps({"target": asdict(target), "seeds": seeds, "ranking": [_row(one, costs) for one in found]}))
-    else:
-        _print_table(found, target, costs)
+        total = {"target": asdict(target), "seeds": seeds, "ranking": [_row(one, costs) for one in found]}
+        print(json.dumps(total if measured is None else measured.added_to(total)))
+        return
+    _print_table(found, target, costs)
+    if measured is not None:
+        print("\n".join(measured.lines()))
 
 
 def _row(one: PoolRecommendation, costs: PoolCosts) -> dict[str, Any]:

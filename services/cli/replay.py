@@ -22,11 +22,11 @@ from predictor.request import RequestFacts
 from predictor.step_time import StepTime
 from services.cli.engine_options import ENGINE, engine_of
 from services.cli.first_use import say_if_compiling
-from services.cli.mix_options import gain_weights, mix_options
+from services.cli.mix_options import gain_weights, mix_options, objectives_given
 from services.cli.settings_options import SettingValues, settings_options
 from services.result_files import require_writable, write_page
 from simulator.codec import plain, requests_from_file
-from simulator.mix import mix_from_file, mixed
+from simulator.mix import mix_from_file, mixed, require_objectives
 from simulator.progress import followed
 from simulator.replay import replay as replay_requests
 from simulator.replay import replay_steps, served_requests
@@ -77,7 +77,9 @@ def replay(
     requests = requests_from_file(requests_file, block_size=config.block_size)
     entries: list[str] | None = None
     if mix_file is not None:
-        requests, drawn = mixed(requests, mix_from_file(mix_file), seed)
+        mix, objectives = mix_from_file(mix_file), objectives_given()
+        require_objectives(mix, objectives)
+        requests, drawn = mixed(requests, mix, seed, objectives)
         entries = [entry.name for entry in drawn]
     if steps_file is not None:
         if as_json and steps_file == "-":

@@ -11,7 +11,6 @@ from typing import Any
 
 import click
 
-from predictor.gain import attainment_table
 from services.cli.first_use import say_if_compiling
 from services.cli.mix_options import gain_weights, mix_options, with_mix
 from services.cli.progress_bars import bar
@@ -26,11 +25,12 @@ from services.cli.slo_bound_lines import SHARES, bound_lines, bound_of
 from services.result_files import require_writable, write_page, write_rows, write_timeline
 from simulator.assembly import simulate as simulate_once
 from simulator.autoscaling import AutoscalingOptions, simulate_provisioned
+from simulator.field_checks import require_number
 from simulator.metrics import SloTarget, summary
-from simulator.mix import mixed_workload
 from simulator.result import RunResult
 from simulator.run_page import ServedRun, run_of_simulation
 from simulator.scenario import Scenario
+from simulator.service_report import attained_table, service_table
 from simulator.traffic import TRACE
 from simulator.workload import Workload
 
@@ -100,6 +100,7 @@ def simulate(
     """
     say_if_compiling()
     chosen = policies_in(policies)
+    _require_above_zero(rate=rate, slo_ttft_s=slo_ttft_s, slo_tpot_s=slo_tpot_s)
     scenario = with_mix(scenario_of(trace, flags), mix_file)
     weights = gain_weights(priority_weight, first_token_weight)
     work = _work(scenario, decisions, rate, seed, given_arrivals=flags["arrivals"])
@@ -126,7 +127,7 @@ def simulate(
             found = summary(result, slo if slo != SloTarget() else None, weights=weights)
             summaries.append(found | cost)
             if page_file:
-                runs.append(run_of_simulation(result, list(attainment_table(found))))
+                runs.append(run_of_simulation(result, [*service_table(found), *attained_table(found)]))
     if page_file:
         write_page(page_file, "Simulation", runs)
     bound = bound_of(scenario.instance_specs(), work)
@@ -137,6 +138,12 @@ def simulate(
     _print_table(summaries)
     if bound is not None:
         print("\n".join(["", *bound_lines(bound)]))
+
+
+def _require_above_zero(**numbers: float | None) -> None:
+    for name, value in numbers.items():
+        if value is not None:
+            require_number(name, value, above=0)
 
 
 def _file_of(name: str, policy: str) -> str:
@@ -166,7 +173,7 @@ def _work(
 
         if scenario.traffic.trace:
             raise ValueError("--replay: cannot be combined with TRACE")
-        return mixed_workload(recorded(decisions, scenario, rate), scenario.mix, seed)
+        return scenario.mixed(recorded(decisions, scenario, rate), seed)
     traffic = scenario.traffic
     if traffic.trace and rate is None and given_arrivals is None and not traffic.schedule:
         scenario = replace(scenario, traffic=replace(traffic, arrivals=TRACE))
@@ -192,7 +199,7 @@ def _print_table(summaries: Sequence[Mapping[str, Any]]) -> None:
             print(cost_line(one))
     _print_pools([one for one in summaries if "pools" in one], width)
     for one in summaries:
-        if lines := list(attainment_table(one)):
+        if lines := [*service_table(one), *attained_table(one)]:
             print("\n".join((lines[0], one["policy"], *lines[1:])))
 
 

@@ -15,7 +15,7 @@ from services.parallel import processes, ray_cluster
 from simulator.codec import read_text
 from simulator.load_plan import LENGTH_FORMS
 from simulator.parallel import Runner
-from simulator.scenario import Scenario, scenario_from
+from simulator.scenario import Scenario, require_tables, scenario_from
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -103,6 +103,7 @@ def scenario_of(trace: str | None, flags: Mapping[str, Any]) -> Scenario:
     given: SettingValues = flags["given"]
     model = given.make(EngineModelSettings)
     table = _table(flags["scenario_file"]) if flags["scenario_file"] else {}
+    require_tables(table)
     kinds = table.get("instances", {})
     kinds = [kinds] if isinstance(kinds, Mapping) else list(kinds)
     engine = settings_in(given)

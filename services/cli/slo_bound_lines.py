@@ -22,6 +22,12 @@ def bound_of(specs: Sequence[InstanceSpec], work: Workload) -> SloBound | None:
 
 def bound_lines(bound: SloBound, shares: Sequence[float] = SHARES) -> Iterator[str]:
     """Yield the lines of a bound for people."""
+    if not bound.is_possible:
+        yield (
+            f"no placement on these instances serves any request by its deadlines: an idle instance misses those of all"
+            f" {bound.num_impossible} that have some"
+        )
+        return
     rates = ", ".join(
         f"{bound.rate(share):.2f} with {100 * share:g} % of the requests"
         f" ({bound.rate(share, by_work=True):.2f} with {100 * share:g} % of the tokens)"

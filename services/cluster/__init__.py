@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from scheduler.instances import BOTH
+from scheduler.policy import policy_from
 from services.cluster.autoscaling import NAME as PROVISIONER
 from services.cluster.autoscaling import first_instances, provisioner_of
 from services.cluster.child import Child, StartError
@@ -21,6 +22,7 @@ from services.cluster.link_security import LinkSecurity
 from services.cluster.pools import emulator_flags, pass_blocks_on
 from services.cluster.settings import ClusterSettings, VllmSettings
 from services.engine_state.identity import rank_file
+from services.placement.decision_time import DECIDE_S, schedule_s_of
 from services.rpc.channels import refuse_taken
 
 __all__ = ["Child", "Cluster", "ClusterSettings", "StartError", "VllmSettings", "running", "write_instances"]
@@ -229,6 +231,8 @@ def _gateways(cluster: Cluster) -> list[Child]:
     for index, policy in enumerate(settings.policies):
         addresses = [cluster.address_of(f"scheduler-{policy}-{number}") for number in range(settings.schedulers)]
         flags = [*_objectives_flags(settings), *(word for one in addresses for word in ("--scheduler", one))]
+        if settings.tables_file is None and (needed_s := schedule_s_of(policy_from(policy))) > DECIDE_S:
+            flags += ["--schedule-s", f"{needed_s:g}"]  # gateways do not know the policy of schedulers
         if not settings.schedulers:
             flags = ["--decide", "in-process", "--scheduler-port", "0", *_decision_flags(cluster, policy, 0)]
         port = 0 if index else settings.port

@@ -30,11 +30,18 @@ from services.http.headers import Headers
 from services.http.openai_body import OpenAIRequest, names_kv_blocks
 from services.http.prompt_tokens import PromptTokens
 from services.http.proxying import SERVER_ERROR
-from services.http.request_facts import READ, body_to_pass, read_headers, request_id_of, request_message
+from services.http.request_facts import (
+    READ,
+    body_to_pass,
+    priority_of,
+    read_headers,
+    request_id_of,
+    request_message,
+)
 from services.logs import log_event
+from services.placement.decision_time import DecisionTime
 from services.placement.driver import PlacementDriver
 from services.placement.refusals import refusal_of
-from services.placement.service import patience_s
 from services.rpc.errors import INTERNAL, status_of
 from services.rpc.objectives import with_objective
 
@@ -139,7 +146,7 @@ class Picker:
         self._driver = driver
         self._prompts = prompts
         self._tracer = tracer
-        self._patience_s = patience_s(settings.schedule_s, driver.settings.sidecar_deadline_s)
+        self._time = DecisionTime(driver.core, settings.schedule_s, driver.settings.sidecar_deadline_s)
         self._request_ids: set[str] = set()
 
     async def pick(self, request: HttpRequest) -> Pick:
@@ -186,7 +193,7 @@ class Picker:
     def _refused(self, error: Exception) -> ApiError:
         if status_of(error) is INTERNAL:
             log.error("decision failed", exc_info=error)
-        refused = refusal_of(error, self.settings.schedule_s)
+        refused = refusal_of(error, self._time.within_s())
         if isinstance(error, OverloadedError):
             return DroppedError(refused, DROPPED_REASONS.get(error.reason, SATURATED))
         if isinstance(error, NoInstanceError):
@@ -234,7 +241,14 @@ class Picker:
         facts, decision = pick.reader.request, pick.reader.decision
         if decision.HasField("objective"):
             facts = with_objective(facts, decision.objective)
-        body = body_to_pass(body, openai, facts, time.monotonic() - request.arrived_s)
+        is_own = priority_of(openai, read_headers(request.headers)) is not None
+        body = body_to_pass(
+            body,
+            openai,
+            facts,
+            time.monotonic() - request.arrived_s,
+            passes_priority=is_own or self._driver.settings.pass_objective_priority,
+        )
         pick.body = None if body is request.body else body
         pick.models = models
         return pick
@@ -271,6 +285,8 @@ class Picker:
     ) -> Pick:
         headers, objectives = read_headers(request.headers), self._driver.objectives
         if headers.objective and headers.objective not in objectives.objectives:  # other pickers serve it, too
+            if self.settings.refuse_unknown_objectives:
+                objectives.named(headers.objective, headers.objective_header)  # raises
             self.metrics.ignored_objectives.inc()
             headers = replace(headers, objective="")
         request_id = self._unique(self._id_of(request))
@@ -284,20 +300,20 @@ class Picker:
                 message.prefix_block_tokens = self._driver.settings.block_tokens
             message.waited_s = max(0.0, time.monotonic() - request.arrived_s)
             spans = PickSpans(self._tracer, request.headers, openai, message)
-            async with asyncio.timeout(self.settings.schedule_s):
+            async with asyncio.timeout(self._time.within_s()):
                 _, decision = await spans.scheduled(
                     self._driver.place(
                         message,
                         prompt=openai.prompt,
                         excluded=excluded,
-                        patience_s=self._patience_s,
+                        patience_s=self._time.patience_s(),
                         explain=headers.explain,
                     )
                 )
         except BaseException as error:
             self._request_ids.discard(request_id)
             if spans is not None:
-                spans.refused(refusal_of(error, self.settings.schedule_s).status if isinstance(error, Exception) else 0)
+                spans.refused(refusal_of(error, self._time.within_s()).status if isinstance(error, Exception) else 0)
             raise
         return self._pick_of(request, endpoint, openai, spans, message, decision, explains=headers.explain)
 

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Annotated
 
+from services.placement.decision_time import DECIDE_S, require_schedule_s
 from services.settings import Option
 
 
@@ -23,9 +24,14 @@ class PickerSettings:
         Option("Folder with the certificate tls.crt and its key tls.key, as --tls-cert and --tls-key.", metavar="DIR"),
     ] = ""
     schedule_s: Annotated[
-        float,
-        "Maximum time that a decision may take, in seconds; the proxy's message_timeout has to be longer.",
-    ] = 1.0
+        float | None,
+        Option(
+            "Maximum time that a decision may take, in seconds; the proxy's message_timeout has to be longer. A "
+            "request that a policy such as slo or hold keeps waiting is refused, or sent to the best instance, before "
+            "that.",
+            unset=f"{DECIDE_S:g}; with a policy that holds requests, as long as it may: 75 with slo",
+        ),
+    ] = None
     accept_s: Annotated[
         float,
         "Time after SIGTERM for which new requests are still taken, while the health service says NOT_SERVING, in "
@@ -41,6 +47,11 @@ class PickerSettings:
         "Pass kv_transfer_params of clients on to engines, where they can name the KV blocks of other clients; such "
         "requests are served by one engine.",
     ] = False
+    refuse_unknown_objectives: Annotated[
+        bool,
+        "Refuse requests whose objective is not known with status 400, as gateways do. Without it the request is "
+        "placed as one without an objective, and counted: another picker may know the name.",
+    ] = False
     conformance_pool: Annotated[
         str,
         Option(
@@ -55,8 +66,7 @@ class PickerSettings:
 
     def __post_init__(self) -> None:
         """Refuse settings that no picker can have."""
-        if not (math.isfinite(self.schedule_s) and self.schedule_s > 0):
-            raise ValueError(f"schedule_s: must be a time above 0, not {self.schedule_s}")
+        require_schedule_s(self.schedule_s)
         if not (math.isfinite(self.accept_s) and self.accept_s >= 0):
             raise ValueError(f"accept_s: must be a time from 0 on, not {self.accept_s}")
         if self.max_endpoints < 1:

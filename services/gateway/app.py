@@ -29,7 +29,14 @@ from services.http.json_fields import with_fields
 from services.http.openai_body import OpenAIRequest
 from services.http.operator_port import reply_metrics
 from services.http.paths import REALTIME
-from services.http.request_facts import RequestHeaders, body_to_pass, read_headers, request_id_of, request_message
+from services.http.request_facts import (
+    RequestHeaders,
+    body_to_pass,
+    priority_of,
+    read_headers,
+    request_id_of,
+    request_message,
+)
 from services.live_page.pages import LivePage
 from services.security.access import AccessControl
 from services.security.keys import KeyHolder
@@ -172,6 +179,8 @@ class Gateway(Application):
                 client_body = with_fields(client_body, response_name(request_id), openai.fields)
             usage = stack.enter_context(self._usage.metered(call, holder, openai, request.prompt_tokens))
             spans = RequestSpans(context.tracer, call.headers, openai, request, call.arrived_unix_s)
+            # an objective's priority is for schedulers, unless the engines are said to order by priority
+            passes_priority = context.settings.pass_objective_priority or priority_of(openai, headers) is not None
             passed = headers_to_pass(call.headers, request_id, with_keys=not self._hides_keys)
             incoming = Incoming(
                 arrived_s=call.arrived_s,
@@ -183,7 +192,8 @@ class Gateway(Application):
                 headers=spans.headers_from(passed),
                 own_body=body,
                 client_body=client_body,
-                body=body_to_pass(client_body, openai, request),
+                body=body_to_pass(client_body, openai, request, passes_priority=passes_priority),
+                passes_priority=passes_priority,
                 owner=holder.tenant,
                 usage=usage,
                 hides_token_ids=hides_token_ids,

@@ -21,9 +21,9 @@ from services.http.trace_context import TRACEPARENT, TraceParent
 from services.instances.drains import Drain
 from services.live_page.pages import FrameSource
 from services.logs import log_event
+from services.placement.decision_time import DecisionTime
 from services.placement.driver import PlacementDriver
 from services.placement.refusals import REFUSALS, UNWILLING, refusal, refusal_of
-from services.placement.service import patience_s
 from services.rpc.errors import INTERNAL, overloaded_from, status_of
 from services.rpc.grpc_channel import GrpcChannel
 from services.security.own_key import NO_OWN_KEY, OwnKey
@@ -275,11 +275,10 @@ async def _settle(call: asyncio.Task[scheduler_pb2.ScheduleResponse], abandoned:
 class InProcessScheduler:
     """Has the interface of `Schedulers`; a decision costs a function call instead of a remote one."""
 
-    def __init__(self, driver: PlacementDriver, *, within_s: float, failures: Counter) -> None:
-        """Decide by a driver, within a time for each request."""
+    def __init__(self, driver: PlacementDriver, *, within_s: float | None, failures: Counter) -> None:
+        """Decide by a driver, within a time for each request; without one, within that which the policy needs."""
         self._driver = driver
-        self._within_s = within_s
-        self._patience_s = patience_s(within_s, driver.settings.sidecar_deadline_s)
+        self._time = DecisionTime(driver.core, within_s, driver.settings.sidecar_deadline_s)
         self._failures = failures
 
     def __len__(self) -> int:
@@ -300,20 +299,21 @@ class InProcessScheduler:
     ) -> scheduler_pb2.ScheduleResponse:
         """Decide; a caller that is cancelled meanwhile leaves no reservation behind."""
         del abandoned, insist, parent  # for decisions that are made elsewhere
+        within_s = self._time.within_s()
         try:
-            async with asyncio.timeout(self._within_s):
-                decision = await self._driver.schedule(request, self._patience_s)
+            async with asyncio.timeout(within_s):
+                decision = await self._driver.schedule(request, self._time.patience_s())
         except Exception as error:
             if status_of(error) is INTERNAL:
                 log.exception("decision failed", extra={"fields": {"request_id": request.request.request_id}})
-            raise self._refused(error) from None
+            raise self._refused(error, within_s) from None
         return scheduler_pb2.ScheduleResponse(decision=decision)
 
-    def _refused(self, error: Exception) -> ApiError:
+    def _refused(self, error: Exception, within_s: float) -> ApiError:
         code = status_of(error).grpc_code
         if code not in REFUSALS and not isinstance(error, OverloadedError):
             self._failures.labels(IN_PROCESS, code.name).inc()
-        return refusal_of(error, self._within_s)
+        return refusal_of(error, within_s)
 
     async def release(self, request: common_pb2.ReleaseRequest) -> bool:
         """Release a request at its instance, and report its outcome."""

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -31,6 +31,7 @@ from services.instances.draining_requests import DrainingRequests
 from services.instances.sources import InstanceSource
 from services.logs import log_event
 from services.objectives import ObjectiveTable, following, no_objectives
+from services.placement.decision_time import DECIDE_S
 from services.placement.driver import PlacementDriver
 from services.placement.instance_pages import instance_routes
 from services.placement.lifecycle import placement_driver
@@ -121,8 +122,9 @@ async def deciding(  # noqa: PLR0913, PLR0917 - what either way needs
     access: AccessControl,
 ) -> AsyncIterator[tuple[SchedulerClient, PlacementDriver | None, int | None]]:
     """Have decisions while the block runs, by remote schedulers or by a driver in this process, with its gRPC port."""
-    failures, within_s = metrics.scheduler_failures, settings.schedule_s
+    failures = metrics.scheduler_failures
     if decisions is None:
+        within_s = DECIDE_S if settings.schedule_s is None else settings.schedule_s  # their policy is not known here
         schedulers = Schedulers(
             settings.schedulers, within_s=within_s, failures=failures, key=own_key(settings.part_key_file)
         )
@@ -132,7 +134,7 @@ async def deciding(  # noqa: PLR0913, PLR0917 - what either way needs
             await schedulers.close()
         return
     async with placement_driver(decisions.settings, decisions.source, registry, decisions.poll_s) as driver:
-        local = InProcessScheduler(driver, within_s=within_s, failures=failures)
+        local = InProcessScheduler(driver, within_s=settings.schedule_s, failures=failures)
         if decisions.rpc is None:
             yield local, driver, None
             return
@@ -167,6 +169,9 @@ async def serving(
     )
     async with AsyncExitStack() as stack:
         also = no_objectives if decisions is None else decisions.source.objectives
+        key_file = server.access.api_key_file
+        if decisions is not None and key_file and not decisions.settings.tenants:
+            decisions = replace(decisions, settings=replace(decisions.settings, tenants=key_file))
         access = await stack.enter_async_context(access_controlled(server.access, registry))
         objectives = ObjectiveTable(settings.objectives, required=access.keys.objectives, also=also)
         await stack.enter_async_context(following(objectives))

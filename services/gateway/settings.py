@@ -20,12 +20,13 @@ from services.http.openai_body import OpenAIRequest
 from services.http.origin import origin_of
 from services.http.prompt_tokens import BlockTokens, ChatTemplateFile, HashSeed, TokenizerFile
 from services.instances.instance import require_address
-from services.objectives import ObjectivesFile
+from services.objectives import ObjectivesFile, PassObjectivePriority
+from services.placement.decision_time import DECIDE_S, require_schedule_s
 from services.security.own_key import PartKeyFile
 from services.settings import Nested, Option
 
 BY_SCHEDULER, IN_PROCESS = DECIDE = ("scheduler", "in-process")
-TIMES = ("schedule_s", "connect_s", "first_byte_s", "idle_s", "answer_s", "hand_over_deadline_s")
+TIMES = ("connect_s", "first_byte_s", "idle_s", "answer_s", "hand_over_deadline_s")
 COUNTS = (
     "attempts",
     "max_body_bytes",
@@ -78,8 +79,17 @@ class GatewaySettings:
     ] = ()
     part_key_file: PartKeyFile = ""
     objectives: ObjectivesFile = ""
+    pass_objective_priority: PassObjectivePriority = False
 
-    schedule_s: Annotated[float, "Maximum time that a scheduler may take to decide, in seconds."] = 1.0
+    schedule_s: Annotated[
+        float | None,
+        Option(
+            "Maximum time that a scheduler may take to decide, in seconds. A request that a policy such as slo or hold "
+            "keeps waiting is refused, or sent to the best instance, before that. Remote schedulers say in their log "
+            "which time their policy needs.",
+            unset=f"{DECIDE_S:g}; in-process with a policy that holds requests, as long as it may: 75 with slo",
+        ),
+    ] = None
     connect_s: Annotated[float, "Maximum time to connect to an engine, in seconds."] = 2.0
     first_byte_s: Annotated[
         float,
@@ -137,6 +147,7 @@ class GatewaySettings:
         if self.decide == BY_SCHEDULER and not self.schedulers and not self.engine_urls:
             raise ValueError("scheduler: name at least one (or an engine_url)")
         require_kv_connector(self.kv_connector)
+        require_schedule_s(self.schedule_s)
         for name in (*TIMES, "bytes_per_token"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):

@@ -223,15 +223,23 @@ def priority_of(openai: OpenAIRequest, headers: RequestHeaders) -> int | None:
     return next((priority for priority in given if priority is not None), None)
 
 
-def body_to_pass(body: bytes, openai: OpenAIRequest, request: common_pb2.Request, waited_s: float = 0.0) -> bytes:
+def body_to_pass(
+    body: bytes,
+    openai: OpenAIRequest,
+    request: common_pb2.Request,
+    waited_s: float = 0.0,
+    *,
+    passes_priority: bool,
+) -> bytes:
     """Return the body for the engine, with what it does not say itself: priority, service level, class, weight, ids.
 
-    A vLLM with Block's plug-in reads them, and any other ignores them.
+    A vLLM with Block's plug-in reads them, and any other ignores them, except for the priority: an engine that does not
+    order by priority may refuse it. So it is added only with `passes_priority`.
     """
     if not openai.is_object:
         return body
     added: dict[str, bytes] = {}
-    if openai.priority is None and request.priority != 0:
+    if passes_priority and openai.priority is None and request.priority != 0:
         added["priority"] = b"%d" % request.priority
     own = openai.xargs or {}
     xargs = with_arguments(own, request, waited_s)

@@ -19,7 +19,7 @@ from simulator.codec import read_text
 LONGEST_ID = 256
 STATES = READY, DRAINING = "ready", "draining"
 REMOVED_FROM_LIST = "instance was removed from the list"  # why it is not called
-FLAG_SETTINGS = ("role=", "tier=", "rank=", "kv_events=", "kv_events_replay=")
+FLAG_SETTINGS = ("role=", "tier=", "tier_tpot_ms=", "rank=", "kv_events=", "kv_events_replay=")
 MAX_RANK = 65535
 
 Instances = tuple["Instance", ...]
@@ -37,7 +37,7 @@ class Instance:
     role: str = "both"  # or prefill, or decode
     tier: str = ""
     tier_tpot_s: float = math.inf  # the bound of its tier
-    tier_closed: bool = False  # it takes only requests of its tier
+    tier_closed: bool = False  # it takes only requests of its tier; without one, none with a TPOT target
     drain: Drain | None = None  # when its requests have to leave, while it drains
     kv_events: str = ""  # where its engine publishes KV events, if schedulers shall follow them
     kv_events_replay: str = ""  # where it repeats them
@@ -95,13 +95,14 @@ def is_port(text: str) -> bool:
 
 
 def instance_from_flag(text: str) -> Instance:
-    """Parse ID=ENGINE_URL,SIDECAR_ADDRESS, with models and settings (role=ROLE, tier=TIER, …) after further commas."""
+    """Parse ID=ENGINE_URL,SIDECAR_ADDRESS, with models and settings (role=ROLE, rank=R, …) after further commas."""
     instance_id, equals, rest = text.partition("=")
     parts = [part.strip() for part in rest.split(",")]
     if not equals or len(parts) < 2:
         raise ValueError(f"instance: {text!r} must be ID=ENGINE_URL,SIDECAR_ADDRESS")
     settings = dict(part.split("=", 1) for part in parts[2:] if part.startswith(FLAG_SETTINGS))
     try:
+        _require_whole_tier(settings, "tier_tpot_ms")
         return Instance(
             instance_id=instance_id.strip(),
             engine_url=parts[0],
@@ -109,12 +110,31 @@ def instance_from_flag(text: str) -> Instance:
             models=tuple(part for part in parts[2:] if not part.startswith(FLAG_SETTINGS)),
             role=role_named(settings.get("role", BOTH)),
             tier=settings.get("tier", ""),
+            tier_tpot_s=_seconds_named(settings["tier_tpot_ms"]) if "tier_tpot_ms" in settings else math.inf,
             kv_events=settings.get("kv_events", ""),
             kv_events_replay=settings.get("kv_events_replay", ""),
             data_parallel_rank=_rank_named(settings["rank"]) if "rank" in settings else None,
         )
     except ValueError as error:
         raise ValueError(f"instance: {text!r}: {error}") from None
+
+
+def _require_whole_tier(settings: Mapping[str, Any], bound: str) -> None:
+    """Raise ValueError for a tier without its bound, or a bound without the name of its tier."""
+    if settings.get("tier") and settings.get(bound, math.inf) == math.inf:
+        raise ValueError(f"{bound}: is missing; the tier {settings['tier']!r} needs its bound of the time per token")
+    if bound in settings and not settings.get("tier"):
+        raise ValueError(f"tier: is missing; {bound} needs the name of the tier")
+
+
+def _seconds_named(text: str) -> float:
+    try:
+        milliseconds = float(text)
+    except ValueError:
+        milliseconds = math.nan
+    if not 0 < milliseconds < math.inf:
+        raise ValueError(f"tier_tpot_ms: must be a time above 0, in milliseconds, not {text!r}")
+    return milliseconds / 1e3
 
 
 def _rank_named(text: str) -> int:
@@ -165,7 +185,9 @@ def instance_from_table(table: Any) -> Instance:
     read: dict[str, Any] = {"models": tuple(models), "role": role_named(table.get("role", BOTH))}
     if "drain" in table:
         read["drain"] = drain_from_table(table["drain"])
-    return Instance(**{**table, **read})
+    instance = Instance(**{**table, **read})
+    _require_whole_tier(table, "tier_tpot_s")
+    return instance
 
 
 def table_of(instance: Instance) -> dict[str, Any]:
@@ -181,13 +203,20 @@ def table_of(instance: Instance) -> dict[str, Any]:
 
 
 def distinct(instances: Iterable[Instance]) -> Instances:
-    """Raise ValueError for two instances of one id, and for ranks of one URL that cannot be distinguished."""
+    """Raise ValueError for two instances of one id, ranks of one URL that are alike, and two bounds of one tier."""
     known: dict[str, Instance] = {}
+    by_tier: dict[str, Instance] = {}
     by_url: dict[str, dict[int | None, str]] = {}
     for place, instance in enumerate(instances):
         if instance.instance_id in known:
             raise ValueError(f"instances[{place}].instance_id: {instance.instance_id!r} occurs twice")
         known[instance.instance_id] = instance
+        first = by_tier.setdefault(instance.tier, instance)
+        if instance.tier and instance.tier_tpot_s != first.tier_tpot_s:
+            raise ValueError(
+                f"instances[{place}].tier_tpot_s: {instance.tier_tpot_s:g} of {instance.instance_id!r} is not the "
+                f"{first.tier_tpot_s:g} of {first.instance_id!r}; a tier has one bound, and {instance.tier!r} has both"
+            )
         _require_other_rank(instance, place, by_url.setdefault(instance.engine_url.rstrip("/"), {}))
     return tuple(known.values())
 

@@ -196,7 +196,7 @@ class RegisteredInstances(InstanceSource):
         """Add an instance, or renew it; ConflictError where its id has other facts, and it is not to be replaced."""
         name = registration.instance.instance_id
         self._require_unlisted(name)
-        self._require_other_rank(registration.instance)
+        self._require_consistent(registration.instance)
 
         def change(registered: Registrations) -> str:
             before = registered.instances.get(name)
@@ -216,8 +216,8 @@ class RegisteredInstances(InstanceSource):
         log_event(log, level, f"instance {result}", instance=name, ttl_s=registration.ttl_s)
         return result
 
-    def _require_other_rank(self, instance: Instance) -> None:
-        """Raise ValueError for a data-parallel rank that is missing, or is that of another instance at its URL."""
+    def _require_consistent(self, instance: Instance) -> None:
+        """Raise ValueError for a data-parallel rank or a bound of a tier that contradicts another instance."""
         others = (one for one in self._merged() if one.instance_id != instance.instance_id)
         try:
             distinct([*others, instance])

@@ -21,9 +21,9 @@ class InstanceSourceSettings:
         tuple[str, ...],
         Option(
             "An instance: its id, the URL of its engine and host:port of its sidecar; names of its models, "
-            "role=prefill or role=decode, tier=NAME, and rank=R for a data-parallel rank of an engine that serves "
-            "several at this URL may follow after further commas. Repeatable; in the environment variable, instances "
-            "are separated by spaces.",
+            "role=prefill or role=decode, tier=NAME with tier_tpot_ms=MS, and rank=R for a data-parallel rank of an "
+            "engine that serves several at this URL may follow after further commas. Repeatable; in the environment "
+            "variable, instances are separated by spaces.",
             name="instance",
             metavar="ID=ENGINE_URL,SIDECAR",
         ),

@@ -107,7 +107,7 @@ def instances_of(pod: Pod, ports: Sequence[int], sidecar_port: int) -> tuple[Ins
     """
     if not (pod.is_ready or pod.is_deleted) or not pod.address:
         return ()
-    role = _role_of(pod.labels.get(ROLE_LABEL, BOTH))
+    role = role_from_label(pod.labels.get(ROLE_LABEL, BOTH))
     if role is None:
         return ()
     if pod.declared_ports and not pod.declared_ports.intersection(ports):
@@ -156,7 +156,7 @@ def _drain_of(pod: Pod) -> Drain:
     return Drain(deadline_unix_s=deadline_s)
 
 
-def _role_of(label: str) -> str | None:
+def role_from_label(label: str) -> str | None:
     """Return the role that a label means; None for a pod that only encodes, which serves no request by itself."""
     parts = set(label.split("-"))
     if label == BOTH or {PREFILL_ROLE, DECODE_ROLE} <= parts:

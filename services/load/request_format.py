@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Annotated, Any
 
-from predictor.request import REAL_TIME, Slo
+from predictor.request import REAL_TIME, RequestFacts, Slo
 from services.http.headers import Headers
 from simulator.load_plan import Planned, target_of
 
@@ -69,8 +69,9 @@ def body_of(one: Planned, form: RequestFormat) -> bytes:
         fields["max_tokens"] = one.output_tokens
     if form.output == "ignore-eos":
         fields["ignore_eos"] = True
-    if one.priority:
-        fields["priority"] = one.priority
+    said, insists = said_by(one)
+    if said.priority or "priority" in insists:
+        fields["priority"] = said.priority
     if form.endpoint == "chat":
         fields["messages"] = [{"role": "user", "content": _words(one, form)}]
     else:
@@ -83,18 +84,32 @@ def headers_of(one: Planned, form: RequestFormat, request_id: str) -> Headers:
     headers = [(b"content-type", b"application/json"), (b"x-request-id", request_id.encode()), *form.headers]
     if form.output == "header":
         headers.append((b"x-block-output-tokens", b"%d" % one.output_tokens))
+    said, insists = said_by(one)
+    if one.entry is not None and one.entry.objective is not None:
+        headers.append((b"x-block-objective", one.entry.objective.encode()))
     for header, name in ((b"x-slo-ttft-ms", "ttft_s"), (b"x-slo-tpot-ms", "tpot_s")):
-        if (target_s := target_of(name, one, form.slo)) is not None:
+        is_of_objective = getattr(one.slo, name, None) is not None and getattr(said.slo, name, None) is None
+        target_s = None if is_of_objective else target_of(name, said, form.slo)
+        if target_s is not None:
             headers.append((header, b"%.3f" % (1000 * target_s / form.time_scale)))
-    if one.request_class != REAL_TIME:
-        headers.append((b"x-block-class", one.request_class.encode()))
-    if one.weight != 1.0:
-        headers.append((b"x-block-weight", b"%r" % one.weight))
+    if said.request_class != REAL_TIME or "request_class" in insists:
+        headers.append((b"x-block-class", said.request_class.encode()))
+    if said.weight != 1.0 or "weight" in insists:
+        headers.append((b"x-block-weight", b"%r" % said.weight))
     if one.when_late:
         headers.append((b"x-block-when-late", one.when_late.encode()))
     if one.tenant:
         headers.append((b"x-llm-d-inference-fairness-id", one.tenant.encode()))
     return headers
+
+
+def said_by(one: Planned) -> tuple[Planned | RequestFacts, Collection[str]]:
+    """Return what a request says itself, and what it says also by default, as its objective may say otherwise."""
+    said = one if one.stated is None else one.stated
+    if one.entry is None or one.entry.objective is None:
+        return said, ()
+    entry = one.entry
+    return said, [name for name in ("request_class", "weight", "priority") if getattr(entry, name) is not None]
 
 
 def prompt_ids(one: Planned, seed: int) -> list[int]:

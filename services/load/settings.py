@@ -12,6 +12,7 @@ DEFAULT_RATE = 4.0
 DEFAULT_REQUESTS = 100
 # the help of options that other commands have as well
 MIX_HELP = "File with a mix: shares of requests with their class, priority, weight and targets."
+OBJECTIVES_HELP = "File with a table [[objective]] for each name that entries of the mix may have as their objective."
 PRIORITY_WEIGHT_HELP = (
     "Weight of a priority in the gain, beside the requests' own weights; 1 where it is not given. Repeatable."
 )
@@ -58,6 +59,13 @@ class BenchSettings:
     mix: Annotated[
         str,
         Option(MIX_HELP, metavar="TOML"),
+    ] = ""
+    objectives: Annotated[
+        str,
+        Option(
+            f"{OBJECTIVES_HELP} It is only for the report: the endpoint gets the name and has its own table.",
+            metavar="TOML",
+        ),
     ] = ""
     priority_weight: Annotated[
         tuple[str, ...],

@@ -13,7 +13,7 @@ import numpy as np
 from protos.block.v1 import common_pb2, scheduler_pb2
 from scheduler.core import SchedulerCore
 from scheduler.instances import UnknownModelError
-from scheduler.objectives import Objective
+from scheduler.objectives import SERVE_LATE, Objective
 from scheduler.placement import Placement
 from scheduler.policy import Policy
 from services.http.engine_client import engine_client
@@ -83,6 +83,9 @@ class PlacementDriver:
         self.outcomes = OutcomeHandler(registry, self.core, self.log, self._listeners, metrics)
         self._decisions = DecisionLoop(self.core, registry, settings, metrics)
         self._watch_for(self.core.policy)
+        self._warned_of_when_late = False
+        for one in self.objectives.objectives.values():
+            self._warn_if_ignored(one, self.core.policy)
 
     # Policies.
 
@@ -99,6 +102,16 @@ class PlacementDriver:
         """Follow the reports of sidecars where a policy reads indicators or cached prefixes."""
         if any(part.needs_indicators or part.needs_prefix for part in policy.parts):
             self.registry.watch()
+
+    def _warn_if_ignored(self, objective: Objective, policy: Policy) -> None:
+        """Log once that the policy serves late requests whatever their objective says of that."""
+        if objective.when_late == SERVE_LATE or policy.keeps_deadlines or self._warned_of_when_late:
+            return
+        self._warned_of_when_late = True
+        log_event(
+            log, logging.WARNING, "policy ignores when_late", policy=policy.text, when_late=objective.when_late,
+            objective=objective.name, read_by="slo, polyserve",
+        )  # fmt: skip
 
     def _about(self) -> dict[str, Any]:
         """Return what the live page shows of the scheduler itself."""
@@ -159,6 +172,7 @@ class PlacementDriver:
             fill_from(request, self.objectives.named(name, "request.objective"))
         await self._complete(request, prompt, chosen_policy)
         objective = objective_from(request, name)
+        self._warn_if_ignored(objective, chosen_policy)
         decision = self.core.decision(
             placement_request_of(
                 request,

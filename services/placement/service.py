@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing, suppress
@@ -23,6 +22,7 @@ from services.http.request_facts import prompt_messages
 from services.http.trace_context import TRACEPARENT, trace_parent_from
 from services.logs import log_event
 from services.placement.current_request import CurrentRequest
+from services.placement.decision_time import longest_wait_s, patience_s, schedule_s_of
 from services.placement.driver import PlacementDriver
 from services.placement.generation import Generation
 from services.placement.generation_spans import CANCELLED, GenerationSpans, bytes_of
@@ -43,7 +43,7 @@ SERVICE = scheduler_pb2.DESCRIPTOR.services_by_name["Scheduler"].full_name
 ENDLESS = ("/block.v1.Scheduler/Tail", "/block.v1.Scheduler/WatchDrains")  # streams that end when the caller leaves
 MAX_MIGRATIONS_AT_ONCE = 1024  # that are free
 REPEAT_S = 5.0  # between two messages about drains where nothing changes
-DEADLINES_PER_DECISION = 3  # of the sidecars, within which a decision is made
+MAX_WARNED = 1000  # callers; more get no warning
 
 
 class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
@@ -62,6 +62,7 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
         self._driver = driver
         self._settings = settings
         self._client = client
+        self._warned: set[str] = set()  # callers that wait for less time than the policy may hold a request
         self._attempts = Counter(
             "block_generate_attempts", "Engines tried for streams, by result.", ("result",), registry=registry
         )
@@ -94,6 +95,7 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
     ) -> scheduler_pb2.ScheduleResponse:
         """Decide, and reserve at the chosen instance."""
         patience = patience_s(context.time_remaining(), self._deadline_s)
+        self._warn_if_hasty(request, context, patience)
         span = None if self._tracer is None else started_span(self._tracer, "Schedule", context)
         if span is None:
             return scheduler_pb2.ScheduleResponse(decision=await self._driver.schedule(request, patience))
@@ -107,6 +109,20 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
         finally:
             span.end(error)
         return scheduler_pb2.ScheduleResponse(decision=decision)
+
+    def _warn_if_hasty(self, request: scheduler_pb2.ScheduleRequest, context: Context, patience: float) -> None:
+        """Log, once for each caller, that it waits for less time than the policy may hold a request."""
+        policy = self._driver.core.policy
+        if request.policy or request.dry_run or patience >= longest_wait_s(policy):
+            return
+        caller = str(context.peer()).rpartition(":")[0]
+        if caller not in self._warned and len(self._warned) < MAX_WARNED:
+            self._warned.add(caller)
+            log_event(
+                log, logging.WARNING, "caller waits for less time than the policy holds requests", caller=caller,
+                waits_s=round(patience, 3), policy=policy.text, holds_s=longest_wait_s(policy),
+                set_in_gateway=f"--schedule-s {schedule_s_of(policy):g}",
+            )  # fmt: skip
 
     async def Tail(
         self,
@@ -249,10 +265,3 @@ def started_span(tracer: RequestTracer, method: str, context: Context) -> Active
     parent = next((value for name, value in metadata if name == TRACEPARENT.decode()), "")
     attributes = {"rpc.system.name": "grpc", "rpc.method": f"{SERVICE}/{method}"}
     return tracer.begin(f"{SERVICE}/{method}", trace_parent_from(bytes_of(parent)), attributes, time.time())
-
-
-def patience_s(left_s: float | None, sidecar_deadline_s: float) -> float:
-    """Return how long a request may be held so that its caller, whose deadline is in `left_s`, still gets the reply."""
-    if left_s is None:
-        return math.inf
-    return float(left_s) - min(left_s / 2, DEADLINES_PER_DECISION * sidecar_deadline_s)

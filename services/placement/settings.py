@@ -25,7 +25,8 @@ from services.http.continued_request import (
 from services.http.kv_transfer import HandOverDeadline, KvConnectorName, require_kv_connector
 from services.http.prompt_tokens import BlockTokens, ChatTemplateFile, HashSeed, TokenizerFile
 from services.instances.instance import require_address
-from services.objectives import ObjectivesFile
+from services.objectives import ObjectivesFile, PassObjectivePriority
+from services.security.key_file import tenant_weights_from_file
 from services.security.own_key import PartKeyFile
 from services.settings import Nested, Option
 
@@ -71,6 +72,7 @@ class SchedulerSettings:
     ] = False
 
     objectives: ObjectivesFile = ""
+    pass_objective_priority: PassObjectivePriority = False
     registered_file: Annotated[
         str,
         Option(
@@ -137,6 +139,9 @@ class SchedulerSettings:
     max_held_best_effort: Annotated[
         int | None, Option("Maximum number of best-effort requests in the admission queue.", unset="any number")
     ] = None
+    max_held_real_time: Annotated[
+        int | None, Option("Maximum number of real-time requests in the admission queue.", unset="any number")
+    ] = None
     admission_turn: Annotated[
         str,
         Option(
@@ -146,6 +151,16 @@ class SchedulerSettings:
             choices=tuple(TURNS),
         ),
     ] = ARRIVAL_TURN
+    tenants: Annotated[
+        str,
+        Option(
+            "TOML file with a table [[tenant]] for each tenant that has a weight, by name; a gateway's key file is "
+            "one. With --admission-turn fair a tenant gets tokens in proportion to its weight, 1 without one. It is "
+            "read at the start.",
+            unset="in a gateway that decides in-process, its key file",
+            metavar="FILE",
+        ),
+    ] = ""
     best_effort_share: Annotated[
         float, "Share of the admitted tokens that best effort gets even where that makes other requests late."
     ] = 0.05
@@ -156,6 +171,7 @@ class SchedulerSettings:
             "the gateway, the network, and errors of forecasts.",
             name="deadline_margin_ms",
             unit="ms",
+            may_be_zero=True,
         ),
     ] = 0.02
     max_responses: Annotated[
@@ -263,7 +279,9 @@ class SchedulerSettings:
             max_held_tokens=math.inf if self.max_held_tokens is None else self.max_held_tokens,
             max_held_of_tenant=MAX_COUNT if self.max_held_of_tenant is None else self.max_held_of_tenant,
             max_held_best_effort=MAX_COUNT if self.max_held_best_effort is None else self.max_held_best_effort,
+            max_held_real_time=MAX_COUNT if self.max_held_real_time is None else self.max_held_real_time,
             admission_turn=self.admission_turn,
+            tenant_weights=tenant_weights_from_file(self.tenants) if self.tenants else {},
             best_effort_share=self.best_effort_share,
             forecast_always=self.forecast_always,
             without_pool=self.without_pool,

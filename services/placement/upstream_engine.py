@@ -92,16 +92,19 @@ class EngineRequest:
             headers.append((b"x-block-output-tokens", b"%d" % self.output_tokens))
         return [*headers, *self.trace_headers]
 
-    def with_facts(self, request: common_pb2.Request, waited_s: float = 0.0, *, is_demoted: bool) -> EngineRequest:
-        """Add the final priority, class, targets, weight and ids, for vLLM with the plug-in.
+    def with_facts(
+        self, request: common_pb2.Request, waited_s: float = 0.0, *, is_demoted: bool, passes_priority: bool
+    ) -> EngineRequest:
+        """Add the final class, targets, weight and ids, for vLLM with the plug-in, and an objective's priority.
 
-        What `vllm_xargs` says itself has precedence, unless the request is demoted.
+        What `vllm_xargs` says itself has precedence, unless the request is demoted. The priority is added only with
+        `passes_priority`: engines that do not order by priority may refuse it.
         """
         own = self.body.get("vllm_xargs") or {}
         if not isinstance(own, Mapping):
             raise ValueError(f"parameters.vllm_xargs: must be an object, not {own!r:.40}")
         arguments = with_arguments(own, request, waited_s) if is_demoted else {**arguments_of(request, waited_s), **own}
-        added: dict[str, Any] = {"priority": request.priority} if request.priority else {}
+        added: dict[str, Any] = {"priority": request.priority} if request.priority and passes_priority else {}
         if arguments != own:
             added["vllm_xargs"] = arguments
         return replace(self, body={**self.body, **added}) if added else self
@@ -152,7 +155,7 @@ def _settings(request: common_pb2.Request) -> dict[str, Any]:
         settings["ignore_eos"] = True
     if request.num_sequences > 1:
         settings["n"] = request.num_sequences
-    if request.priority:  # engines that do not order by priority refuse any other than 0
+    if request.priority:  # the client's own; engines that do not order by priority may refuse any other than 0
         settings["priority"] = request.priority
     return settings
 

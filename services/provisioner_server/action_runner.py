@@ -6,6 +6,7 @@ import logging
 import random
 import time
 
+from protos.block.v1 import common_pb2
 from protos.block.v1 import provisioner_pb2 as pb
 from scheduler.backoff import Backoff
 from services.instances.drains import NEVER, Drain
@@ -13,7 +14,7 @@ from services.logs import log_event
 from services.provisioner_server.hooks import Hook, HookError
 from services.provisioner_server.journal import Journal
 from services.provisioner_server.metrics import ProvisionerMetrics
-from services.provisioner_server.roster import DRAINING, READY, STARTING, Member, Roster
+from services.provisioner_server.roster import DRAINING, READY, STARTING, Member, Roster, role_in_roster
 from services.provisioner_server.settings import ProvisionerSettings
 from services.provisioner_server.sidecars import Condition, Sidecars
 from services.provisioner_server.tiers import TierMoves
@@ -83,14 +84,16 @@ class ActionRunner:
         reported = list(reply.instances)[: action.num_instances]
         names = [one.instance_id for one in reported]
         names += [f"{action.action_id}-{number}" for number in range(len(reported), action.num_instances)]
-        addresses = {one.instance_id: one for one in reported}
+        known = {one.instance_id: one for one in reported}
+        unknown = common_pb2.Instance()
         self._roster.put(
             *(
                 Member(
                     instance_id=name, action_id=action.action_id, asked_unix_s=action.decided_unix_s,
-                    since_unix_s=time.time(), engine_url=addresses[name].engine_url if name in addresses else "",
-                    sidecar_address=addresses[name].sidecar_address if name in addresses else "",
+                    since_unix_s=time.time(), engine_url=known.get(name, unknown).engine_url,
+                    sidecar_address=known.get(name, unknown).sidecar_address,
                     models=(self._settings.model,) if self._settings.model else (),
+                    role=role_in_roster(known.get(name, unknown).role),
                 )
                 for name in names if self._roster.find(name) is None
             )
@@ -139,7 +142,7 @@ class ActionRunner:
         """Call the hook; None where it failed, and the action is retried later or has failed for good."""
         action.attempt += 1
         try:
-            return await self._hook.act(action)
+            return _with_known_roles(await self._hook.act(action))
         except HookError as error:
             log_event(log, logging.WARNING, "action failed", action=action.action_id, attempt=action.attempt,
                 reason=str(error))  # fmt: skip
@@ -168,3 +171,13 @@ class ActionRunner:
             pb.ActionKind.Name(action.kind).removeprefix("ACTION_KIND_").lower(),
             pb.ActionState.Name(state).removeprefix("ACTION_STATE_").lower(),
         ).inc()
+
+
+def _with_known_roles(reply: pb.HookReply) -> pb.HookReply:
+    """Return a reply; HookError where it reports an instance of a role that the pool does not have."""
+    for one in reply.instances:
+        try:
+            role_in_roster(one.role)
+        except ValueError as error:
+            raise HookError(f"{one.instance_id}: {error}", permanent=True) from None
+    return reply

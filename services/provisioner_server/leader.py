@@ -23,7 +23,7 @@ from services.provisioner_server.journal import Journal
 from services.provisioner_server.lease import Lease
 from services.provisioner_server.metrics import STATES, ProvisionerMetrics
 from services.provisioner_server.pool import Pool
-from services.provisioner_server.roster import READY, STARTING, Member, Roster
+from services.provisioner_server.roster import READY, STARTING, Member, Roster, role_in_roster
 from services.provisioner_server.sidecars import Condition, Sidecars
 from services.provisioner_server.tiers import TierMoves, action_from
 from services.security.own_key import own_key
@@ -47,6 +47,7 @@ class Leader:
         self._roster = Roster(self._folder / ROSTER, self._folder / INSTANCES)
         self._last_planned: tuple[str, int] = (NOTHING, 0)  # in a dry run
         self._last_moves: Sequence[TierMove] = ()  # in a dry run
+        self._refused: dict[str, str] = {}  # instances whose role the pool does not have, with the reason
         self.tiers = TierMoves(pool)
 
     async def run(self) -> None:
@@ -130,7 +131,7 @@ class Leader:
         """Note the instances that became ready, that are gone, and that never became ready."""
         found = await self._hook.instances()
         if found is not None:
-            self._adopt(runner, {one.instance_id: one for one in found})
+            self._adopt(runner, {one.instance_id: one for one in found if self._may_join(one)})
         now_s = time.time()
         conditions = await self._sidecars.conditions(self._roster.in_state(STARTING))
         timeout_s = self._pool.history.cold_starts.given_up_after_s
@@ -139,6 +140,17 @@ class Leader:
                 self._became_ready(member, now_s)
             elif now_s - member.asked_unix_s > timeout_s and not runner.is_stopped(member.instance_id):
                 self._give_up(runner, member, f"not ready after {now_s - member.asked_unix_s:.0f} s")
+
+    def _may_join(self, instance: common_pb2.Instance) -> bool:
+        """Return whether the pool may have an instance of this role; log once where it may not."""
+        try:
+            role_in_roster(instance.role)
+        except ValueError as error:
+            if self._refused.get(instance.instance_id) != str(error):
+                self._refused[instance.instance_id] = str(error)
+                log_event(log, logging.ERROR, "instance refused", instance=instance.instance_id, reason=str(error))
+            return False
+        return True
 
     def _adopt(self, runner: ActionRunner, found: dict[str, common_pb2.Instance]) -> None:
         """Add instances that the hook reports, and remove those that it no longer reports."""
@@ -164,6 +176,7 @@ class Leader:
                     action_id=placeholder.action_id if placeholder else "",
                     asked_unix_s=placeholder.asked_unix_s if placeholder else now_s,
                     since_unix_s=now_s,
+                    role=role_in_roster(instance.role),
                 )
                 log_event(log, logging.INFO, "instance found", instance=name, action=known.action_id)
                 self._roster.put(known)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+from scheduler.instances import BOTH, PREFILL_ROLE, role_named
 from simulator.codec import checked, read_json
 
 STARTING, READY, DRAINING = "starting", "ready", "draining"
@@ -25,6 +26,7 @@ class Member:
     engine_url: str = ""
     sidecar_address: str = ""
     models: tuple[str, ...] = ()
+    role: str = BOTH  # or decode
     tier: str = ""  # empty: the best-effort pool
     tier_tpot_s: float = 0.0  # the bound of its tier; 0 without one
     tier_closed: bool = False
@@ -34,6 +36,17 @@ class Member:
     def has_address(self) -> bool:
         """Tell whether it can be called."""
         return bool(self.engine_url and self.sidecar_address)
+
+
+def role_in_roster(text: str) -> str:
+    """Return the role that a hook reports; ValueError for prefill, as no rule knows how many of these are needed."""
+    role = role_named(text or BOTH)
+    if role == PREFILL_ROLE:
+        raise ValueError(
+            "role: a provisioner runs no prefill instances; start them without it, and register them with the "
+            "schedulers (block instances add --role prefill)"
+        )
+    return role
 
 
 class Roster:
@@ -105,6 +118,8 @@ def _listed(member: Member) -> dict[str, object]:
         "models": list(member.models),
         "state": member.state,
     }
+    if member.role != BOTH:
+        table |= {"role": member.role}
     if member.tier:
         table |= {"tier": member.tier, "tier_tpot_s": member.tier_tpot_s}
     if member.state == DRAINING and member.drain:

@@ -101,6 +101,7 @@ def instance_message(member: Member) -> common_pb2.Instance:
         sidecar_address=member.sidecar_address,
         models=member.models,
         state=STATES[member.state],
+        role=member.role,
         tier=member.tier,
         tier_tpot_s=member.tier_tpot_s or None,
         tier_closed=member.tier_closed,

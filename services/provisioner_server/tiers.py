@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
 from collections.abc import Sequence
 
 from protos.block.v1 import provisioner_pb2 as pb
-from scheduler.provisioning.tier_planner import TierInstance, TierMove, TierPlace
+from scheduler.provisioning.tier_planner import TierInstance, TierMove, TierPlace, shortest_step_s
 from scheduler.provisioning.tiers import Tier, tier_for
+from services.logs import log_event
 from services.provisioner_server.metrics import ProvisionerMetrics
 from services.provisioner_server.pool import Pool
 from services.provisioner_server.roster import READY, Member, Roster
 from services.provisioner_server.sidecars import Condition, Sidecars
+
+log = logging.getLogger(__name__)
 
 
 class TierMoves:
@@ -25,6 +29,8 @@ class TierMoves:
         self._by_name = {tier.name: tier for tier in pool.tiers}
         self._alone_step_s: dict[str, float] = {}  # by instance, of those that are ready
         self._busy: set[str] = set()  # instances that had requests, and whose step time is known
+        self._shortest_step_s = math.nan  # of the instances that decode
+        self._unservable: set[str] = set()  # tiers whose bound no instance keeps
 
     async def plan(self, roster: Roster, sidecars: Sidecars) -> Sequence[TierMove]:
         """Ask all ready instances for their requests, and return the moves that are to be made."""
@@ -43,7 +49,19 @@ class TierMoves:
             if condition.num_requests and not math.isnan(self._alone_step_s[name])
         }
         instances = [self._instance(member, conditions.get(member.instance_id, Condition())) for member in members]
+        self._note_shortest_step(shortest_step_s(instances))
         return self._pool.plan_tiers(instances).moves
+
+    def _note_shortest_step(self, step_s: float) -> None:
+        """Log once for each tier whose bound no instance can keep."""
+        self._shortest_step_s = step_s
+        unservable = {tier.name for tier in self._pool.tiers if step_s > tier.tpot_slo_s}
+        for name in sorted(unservable - self._unservable):
+            log_event(
+                log, logging.WARNING, "no instance can keep the bound of a tier", tier=name,
+                tpot_slo_s=self._by_name[name].tpot_slo_s, shortest_step_s=round(step_s, 6),
+            )  # fmt: skip
+        self._unservable = unservable
 
     def _step_s(self, member: Member, condition: Condition) -> float:
         """Return the duration of a step that decodes one request: exact where nothing else runs, else a bound of it."""
@@ -61,6 +79,7 @@ class TierMoves:
             num_requests=condition.num_requests,
             least_tpot_slo_s=condition.least_tpot_slo_s,
             alone_step_s=self._alone_step_s[member.instance_id],
+            role=member.role,
         )
 
     def apply(self, roster: Roster, moves: Sequence[pb.TierMove]) -> None:
@@ -98,6 +117,7 @@ class TierMoves:
                 min_instances=tier.min_instances,
                 max_instances=tier.max_instances,
                 num_waiting=sum(num for target_s, num in waiting.items() if self._is_of(target_s, tier)),
+                shortest_step_s=None if math.isnan(self._shortest_step_s) else self._shortest_step_s,
             )
             for tier in self._pool.tiers
         ]

@@ -6,17 +6,25 @@ import asyncio
 import logging
 import stat
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TypeVar
 
 from services.logs import log_event
 from services.security.access_metrics import AccessMetrics
-from services.security.keys import ApiKeys, keys_from
+from services.security.keys import ApiKeys, keys_from, tenant_weights_from
 from services.watched_file import WatchedFile
 from simulator.codec import read_text
 
 log = logging.getLogger(__name__)
 
+Content = TypeVar("Content")
+
 POLL_S = 1.0  # between two looks at the file
+KEY_HINT = (
+    "write a table [[key]] with name and sha256 for each key, as `block keys new NAME` prints it; `block keys hash` "
+    "gives the sha256 of a key that you have"
+)
 
 
 class KeyFile:
@@ -68,15 +76,23 @@ def keys_from_file(path: str) -> ApiKeys:
 
 def keys_in(text: str, source: str) -> ApiKeys:
     """Read the text of a key file; errors start with its source."""
+    return _read(text, source, keys_from, KEY_HINT)
+
+
+def tenant_weights_from_file(path: str) -> dict[str, float]:
+    """Read the weights of tenants in a key file, or in a file with tables [[tenant]] alone; errors start with it."""
+    return _read(
+        read_text(path), f"tenants: {path}", tenant_weights_from, "write a table [[tenant]] with name and weight"
+    )
+
+
+def _read(text: str, source: str, read: Callable[[Any], Content], hint: str) -> Content:
     try:
         document = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError):  # whose message may have a part of a key
-        raise ValueError(
-            f"{source}: is not TOML: write a table [[key]] with name and sha256 for each key, as "
-            "`block keys new NAME` prints it; `block keys hash` gives the sha256 of a key that you have"
-        ) from None
+        raise ValueError(f"{source}: is not TOML: {hint}") from None
     try:
-        return keys_from(document)
+        return read(document)
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from None
 

@@ -27,7 +27,7 @@ COUNTS = ("max_requests", "max_tokens_in_flight")
 LIMITS = (*RATES, *COUNTS)
 ROLES = (Role.CLIENT, Role.PART, Role.OPERATOR)
 KEY_FIELDS = ("name", "sha256", "role", "tenant", "objective", "models", "expires", *LIMITS)
-TENANT_FIELDS = ("name", *LIMITS)
+TENANT_FIELDS = ("name", "weight", *LIMITS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,10 +83,11 @@ class StoredKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantLimits:
-    """What all keys of a tenant may use together."""
+    """What all keys of a tenant may use together, and how large its share is where tenants take turns."""
 
     name: str
     limits: UsageLimits
+    weight: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +160,15 @@ def keys_from(document: Any) -> ApiKeys:
     return ApiKeys(keys, {tenant.name: tenant.limits for tenant in tenants})
 
 
+def tenant_weights_from(document: Any) -> dict[str, float]:
+    """Read the weights of the tables [[tenant]] of a document, which may be a key file; its keys are not read."""
+    require_known(document, ("key", "tenant"), "table")
+    if "key" in document and "tenant" not in document:
+        return {}
+    tenants = entries_from(document.get("tenant"), "tenant", _tenant_from)
+    return {tenant.name: tenant.weight for tenant in tenants}
+
+
 def new_key() -> str:
     """Make a key of 256 random bits."""
     return PREFIX + secrets.token_urlsafe(KEY_BYTES)
@@ -211,9 +221,11 @@ def _tenant_from(table: Mapping[str, Any]) -> TenantLimits:
     require_fields(table, TENANT_FIELDS, ("name",))
     require_name(table["name"])
     limits = _limits_from(table)
-    if not limits:
-        raise ValueError(f"name: the tenant needs a limit, one of {', '.join(LIMITS)}")
-    return TenantLimits(name=table["name"], limits=limits)
+    if not limits and "weight" not in table:
+        raise ValueError(f"name: the tenant needs a weight, or a limit, one of {', '.join(LIMITS)}")
+    if "weight" in table:
+        require_positive("weight", table["weight"])
+    return TenantLimits(name=table["name"], limits=limits, weight=float(table.get("weight", 1.0)))
 
 
 def _limits_from(table: Mapping[str, Any]) -> UsageLimits:

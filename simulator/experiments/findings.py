@@ -242,7 +242,7 @@ def _capacity_rows(found: Mapping[str, Capacity], setting: str, baseline: str) -
         has_interval = n > 1
         ci95 = one.ci95 if has_interval else None
         rows.append(Row(name=f"capacity_qps.{key}", value=one.mean, unit="requests/s", n=n, ci95=ci95))
-        if baseline in found and name != baseline:
+        if baseline in found and name != baseline and any(found[baseline].per_seed):
             share, half = gain(one, found[baseline])
             ci95 = half if has_interval else None
             rows.append(Row(name=f"gain_over_{slug(baseline)}.{key}", value=share, unit="ratio", n=n, ci95=ci95))

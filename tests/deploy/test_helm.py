@@ -14,8 +14,10 @@ import jsonschema
 import pytest
 import yaml
 
+from scheduler.policy import policy_from
 from scripts.envoy import ENVOY
 from services.cli import block
+from services.placement.decision_time import DECIDE_S, schedule_s_of
 from services.security.certificates import use_tls
 from services.security.settings import NO_TLS
 from tests.deploy.helm_chart import (
@@ -342,6 +344,15 @@ def test_envoy_has_the_addresses_of_the_release(name: str) -> None:
     assert ("chat-block-engines" in of_kind(items, "Service")) == by_dns
     limits = any("--max-endpoints=1" in one.get("args", []) for one in containers(items))
     assert limits != by_dns
+
+
+def test_gateways_wait_as_long_as_the_schedulers_policy_holds_requests() -> None:
+    """They do not know this policy; the time is the one that a gateway with this policy would have."""
+    for policy, given in (("block", []), ("slo: long = 0", ["75"]), ("polyserve", ["75"]), ("hold", ["12.5"])):
+        values = {"mode": "gateway", "scheduler": {"enabled": True, "policy": policy}}
+        done = helm("template", "chat", str(CHART), values=merged(LABELS, values))
+        assert re.findall(r"--schedule-s=(\S+)", done.stdout) == given, done.stderr
+        assert schedule_s_of(policy_from(policy)) == float(given[0] if given else DECIDE_S)
 
 
 def test_dashboards_and_rules_are_those_of_the_repository() -> None:

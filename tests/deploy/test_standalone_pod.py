@@ -22,7 +22,7 @@ from tests.services.stub_sidecars import sidecars
 from tests.services.waiting import LIMIT_S, run, until
 
 BLOCK = str(Path(sys.executable).with_name("block"))
-PATIENT = ("--sidecar-deadline-ms=60000", "--schedule-s=25")  # the configuration's message_timeout is 30 s
+PATIENT = ("--sidecar-deadline-ms=60000", "--schedule-s=25")  # the configuration's message_timeout is 80 s
 
 
 @pytest.mark.envoy

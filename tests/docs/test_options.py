@@ -22,7 +22,7 @@ from services.cli import block
 from services.cluster.settings import settings_from_file, vllm_from_file
 from services.instances.instance import instances_from_file
 from services.objectives import objectives_from_file
-from services.security.key_file import keys_in
+from services.security.key_file import keys_in, tenant_weights_from_file
 from simulator.mix import mix_from_file
 from tests.docs.pages import IDS, INLINE, PAGES, ROOT, block_commands, blocks_of, commands_in, inline_of, text_of
 
@@ -130,6 +130,9 @@ def test_settings_files(page: Path, tmp_path: Path) -> None:
             continue
         if "key" in document:
             assert keys_in(one.text, page.name)
+            continue
+        if "tenant" in document:
+            assert tenant_weights_from_file(str(file))
             continue
         if "tier" in document:
             assert tiers_in(one.text, page.name)

@@ -210,6 +210,7 @@ LIMITS: tuple[dict[str, Any], ...] = (
     {"admission_turn": "fair", "max_held_of_tenant": 2},
     {"admission_turn": "priority", "max_held_best_effort": 1},
     {"max_held_tokens": 40.0},
+    {"max_held_real_time": 2},
 )
 
 

@@ -459,6 +459,19 @@ def test_best_effort_has_only_so_many_waiting_requests() -> None:
     assert isinstance(answered(*place(core)), Wait)
 
 
+def test_real_time_has_only_so_many_waiting_requests() -> None:
+    """Best effort does not count; one that need not wait is placed."""
+    core = deadline_core(max_held_real_time=1)
+    answered(*place_best_effort(core), harmful="ab")
+    assert isinstance(answered(*place(core)), Wait)
+    assert shed_because(place(core)[1]) == CLASS_LIMIT, "behind it"
+    decision, ask = place(core, tpot_s=0.5)
+    assert shed_because(answered(decision, ask)) == CLASS_LIMIT, "in another lane as well"
+    decision, ask = place(core, NOW_S + 1.0, tpot_s=0.5)
+    assert admit(decision, answered(decision, ask, NOW_S + 1.0, attained="a")) == "a", "it need not wait"
+    assert isinstance(place_best_effort(core)[1], Wait)
+
+
 def test_a_demoted_request_does_not_wait_beyond_the_limit_of_best_effort() -> None:
     """It is refused as best effort would be."""
     core = deadline_core(max_held_best_effort=1)

@@ -53,6 +53,23 @@ def test_brackets_close_around_the_capacity(first_rate: float) -> None:
     assert found.mean == pytest.approx(31.0, rel=0.002)
 
 
+@pytest.mark.parametrize(("capacity", "at_least"), [(math.inf, True), (0.0, False)])
+def test_a_search_ends_where_no_rate_can_close_it(capacity: float, at_least: bool) -> None:
+    """The rates of trials stay within what the requests can show; the result says that it is a lower limit, or 0."""
+    search = Search(seeds=2, max_seeds=2, first_rate=20.0)
+    rates: list[float] = []
+    found, other = capacities(
+        [(scenario(), "jsq"), (scenario(), "block")], LatencyObjective(), search, fake_runner(lambda *_: capacity),
+        lambda trial, _: rates.append(trial.rate),
+    )  # fmt: skip
+    assert found.at_least == at_least
+    assert found.per_seed == ((max(rates),) * 2 if at_least else (0.0, 0.0))
+    assert found.ci95 == 0
+    assert found.num_trials < 30
+    assert 1e-3 < rates[-1] < 1e5
+    assert at_least or math.isnan(gain(other, found)[0])
+
+
 def test_noise_ends_a_search_early_and_adds_seeds() -> None:
     """Brackets are not narrowed below the noise; seeds are added until the mean is precise or the maximum is reached."""
     noisy = np.random.default_rng(0).normal(30, 3, 100)

@@ -11,6 +11,7 @@ import pytest
 
 from simulator.assembly import simulate
 from simulator.goodput import GoodputCase, GoodputGoal, GoodputTrial, attained_in, goodputs, requests_of, run_trial
+from simulator.parallel import one_by_one
 from simulator.scenario import Scenario, scenario_from
 from tests.simulator.test_capacity import SMALL
 
@@ -40,6 +41,50 @@ def test_brackets_close_around_the_goodput(first_rate: float) -> None:
     found = goodputs(cases, [GoodputGoal()], 0.01, fake_runner(lambda trial: 40.0 + trial.seed), lambda: None)
     assert [one.rate for (one,) in found] == pytest.approx([40.0, 41.0, 42.0], rel=0.01)
     assert all(one.at["rate"] <= 40.0 + seed < 1.02 * one.at["rate"] for seed, (one,) in enumerate(found))
+
+
+@pytest.mark.parametrize(("share", "at_least"), [(1.0, True), (0.0, False)])
+def test_searches_end_where_no_rate_can_close_them(share: float, at_least: bool) -> None:
+    """Few requests that may all arrive at once show a least rate; targets that hardly any rate keeps show 0."""
+    cases = [GoodputCase(scenario=small(), policy="jsq", seed=0, first_rate=20.0)]
+    rates: list[float] = []
+
+    def runner(_: Callable[..., Any], trials: Sequence[GoodputTrial], /) -> Iterator[tuple[int, dict[str, Any]]]:
+        rates.extend(trial.rate for trial in trials if trial.rate is not None)
+        yield 0, {"attained": share}
+
+    ((found,),) = goodputs(cases, [GoodputGoal()], 0.01, runner, lambda: None)
+    assert found.at_least == at_least
+    assert found.rate == (rates[-1] if at_least else 0.0)
+    assert len(rates) < 15
+    assert 1e-3 < rates[-1] < 1e5
+
+
+def test_one_trial_confirms_that_no_rate_attains() -> None:
+    """Where an idle instance misses too many deadlines, the search does not try one lower rate after the other."""
+    impossible = small(mix=[{"name": "all", "share": 1, "ttft_slo_s": 1e-6, "tpot_slo_s": 0.08}])
+    cases = [GoodputCase(scenario=impossible, policy="jsq", seed=0, first_rate=20.0)]
+    goals = [GoodputGoal(share=share, by_work=by_work) for share in (0.9, 0.99) for by_work in (False, True)]
+    trials: list[None] = []
+    (found,) = goodputs(cases, goals, 0.01, one_by_one, lambda: trials.append(None))
+    assert [one.rate for one in found] == [0.0] * 4
+    assert len(trials) == 1
+
+
+def test_the_run_at_the_goodput_is_reported() -> None:
+    """What its trial attained is kept by class, entry and tier, of the requests that count."""
+    mix = [{"name": "fast", "share": 1, "ttft_slo_s": 0.3, "tpot_slo_s": 0.08},
+           {"name": "slow", "share": 1, "ttft_slo_s": 3.0, "tpot_slo_s": 0.2, "class": "best-effort"}]  # fmt: skip
+    trial = GoodputTrial(scenario=small(mix=mix), policy="jsq", rate=12.0, seed=0, share=1e-9, warm_up_s=2.0)
+    found = run_trial(trial)
+    report = found["report"]
+    assert report["num_with_targets"] == 200
+    assert report["deadline_attained"] == found["attained"]
+    assert report["by_mix"]["fast"] == report["by_class"]["real-time"] == report["by_tier"]["0.08"]
+    fast, slow = (report["by_mix"][name] for name in ("fast", "slow"))
+    kept = sum(part["num_with_targets"] * part["deadline_attained"] for part in (fast, slow))
+    assert kept / 200 == pytest.approx(found["attained"])
+    assert fast["deadline_attained"] < slow["deadline_attained"]
 
 
 def test_searches_learn_from_each_other() -> None:

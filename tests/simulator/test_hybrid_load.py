@@ -47,7 +47,7 @@ def test_wrong_scenarios_are_refused() -> None:
     """One line names the field."""
     for table, error in (
         ({"batch": -1}, "best_effort.batch: must be at least 0"),
-        ({"for_s": 0.0}, "best_effort.for_s: must be above 0, not 0.0"),
+        ({"for_s": 0.0}, "best_effort.for_s: must be a number above 0, not 0.0"),
         ({"output_tokens": "long"}, "best_effort.output_tokens: 'long' is neither"),
         ({"batches": 1}, "best_effort: 'batches' is unknown"),
     ):

@@ -11,6 +11,7 @@ import pytest
 
 from predictor.gain import service_levels_of
 from predictor.request import BEST_EFFORT, RequestFacts, Slo
+from scheduler.objectives import objectives_from
 from simulator.mix import MixEntry, as_tables, mix_from, mix_from_file, mixed, mixed_workload
 from simulator.scenario import as_table, scenario_from
 from simulator.workload import lengths_of, workload
@@ -156,3 +157,57 @@ def test_an_entry_is_refused_where_it_is_made() -> None:
     """Values are checked in code as in files."""
     with pytest.raises(ValueError, match=r"^share: "):
         MixEntry(name="a", share=float("inf"))
+
+
+OBJECTIVES = [
+    {"name": "gold", "class": "best-effort", "weight": 3, "priority": 2, "ttft_slo_s": 0.5, "tpot_slo_s": 0.02,
+     "when_late": "shed"},
+    {"name": "plain", "ttft_slo_s": 9},
+]  # fmt: skip
+NAMED = [
+    {"name": "all", "share": 1, "objective": "gold"},
+    {"name": "own", "share": 1, "objective": "gold", "class": "real-time", "weight": 1, "ttft_slo_s": 4},
+    {"name": "none", "share": 1},
+]
+
+
+def test_an_objective_gives_what_is_not_said() -> None:
+    """Fields of the entry have precedence, then those of the request, then those of the objective."""
+    mix = mix_from(NAMED)
+    known = {one.name: one for one in objectives_from(OBJECTIVES)}
+    requests, entries = mixed(some_requests(300), mix, 1, known)
+    for number, (request, entry) in enumerate(zip(requests, entries, strict=True)):
+        own_slo_s, own = (0.5, (7, 0.5)) if number % 2 else (None, None)
+        facts = (request.request_class, request.priority, request.weight, request.slo)
+        if entry.name == "all":
+            assert facts == (BEST_EFFORT, *(own or (2, 3.0)), Slo(ttft_s=0.5, tpot_s=own_slo_s or 0.02))
+        elif entry.name == "own":
+            assert facts == ("real-time", own[0] if own else 2, 1.0, Slo(ttft_s=4.0, tpot_s=own_slo_s or 0.02))
+        else:
+            assert facts[:3] == ("real-time", *(own or (0, 1.0)))
+    work = workload(lengths_of(some_requests(300)), np.arange(300.0))
+    levels = mixed_workload(replace(work, service=service_levels_of(some_requests(300))), mix, 1, known).service
+    assert levels is not None
+    assert levels.when_late is not None
+    named = {"all": "shed", "own": "shed", "none": "serve"}
+    assert levels.when_late.tolist() == [named[entry.name] for entry in entries]
+    assert service_levels_of(requests) is not None
+    for name in ("ttft_slo_s", "tpot_slo_s", "weight", "priority", "request_class"):
+        assert np.array_equal(getattr(levels, name), getattr(service_levels_of(requests), name), equal_nan=True)
+
+
+def test_a_scenario_has_a_table_of_objectives() -> None:
+    """It is written as it is read; an unknown name is refused, and so is any name without a table."""
+    scenario = scenario_from({"mix": NAMED, "objective": OBJECTIVES, "traffic": {"num_requests": 50}})
+    assert scenario_from(as_table(scenario)) == scenario
+    levels = scenario.workload(4.0, 0).service
+    assert levels is not None
+    assert set(levels.ttft_slo_s[~np.isnan(levels.ttft_slo_s)].tolist()) == {0.5, 4.0}
+    for table, error in (
+        ({"mix": NAMED}, r"^mix\[0\].objective: 'gold' needs a table of objectives \(--objectives FILE\)$"),
+        ({"mix": NAMED, "objective": OBJECTIVES[1:]}, r"^mix\[0\].objective: 'gold' is no known objective"),
+    ):
+        with pytest.raises(ValueError, match=error):
+            scenario_from(table).workload(4.0, 0)
+    with pytest.raises(ValueError, match=r"^mix\[0\].objective: must be at most 256 printable ASCII characters"):
+        mix_from([{"name": "a", "share": 1, "objective": "a\nb"}])

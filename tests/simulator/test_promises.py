@@ -83,7 +83,7 @@ def test_waiting_requests_are_tried_one_after_the_other(monkeypatch: pytest.Monk
 def calm_attains(turn: str, times: int, share: float = 0.24 * CAPACITY) -> float:
     """Return what a tenant attains beside another one that sends so many times as much, on average of three runs."""
     tenants = [{**CHAT, "name": name, "tenant": name, "share": part} for name, part in (("calm", 1), ("loud", times))]
-    scenario = cluster(tenants, 250 * (1 + times), turn=turn, max_held_of_tenant=40)
+    scenario = cluster(tenants, 250 * (1 + times), admission_turn=turn, max_held_of_tenant=40)
     results = [run(scenario, share * (1 + times), seed=seed) for seed in range(3)]
     return float(np.mean([attains(result)[of_entry(result, "calm")].mean() for result in results]))
 
@@ -93,7 +93,7 @@ def test_a_tenant_that_floods_costs_another_one_nothing() -> None:
     before = calm_attains("fair", 1)
     assert before > 0.98
     assert calm_attains("fair", 5) >= before - 0.02
-    assert calm_attains("first_come", 5) < before - 0.2
+    assert calm_attains("arrival", 5) < before - 0.2
 
 
 def test_overload() -> None:

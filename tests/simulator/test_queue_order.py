@@ -23,7 +23,7 @@ PATIENT = 'hold: hold = "predicted_queue_s < 0.2 and predicted_preemptions < 1",
 def test_held_requests_are_conserved(turn: str, num_schedulers: int) -> None:
     """Every request that was held back is served in the end."""
     work = tagged(poisson(300, 25.0), noisy(0.4), np.random.default_rng(3))
-    conditions = Conditions(late_s=1.0, turn=turn, num_schedulers=num_schedulers)
+    conditions = Conditions(late_s=1.0, admission_turn=turn, num_schedulers=num_schedulers)
     result = simulate(specs(), work, "hold", conditions, seed=2)
     assert (result.decisions.status == STATUSES.index("finished")).all()
     assert (result.outcomes.produced_tokens == work.lengths.output_tokens).all()
@@ -41,7 +41,7 @@ def test_fewer_are_late_by_turns() -> None:
     """In an overload the order matters most."""
     work = poisson(400, 22.0)
     first, fewest = (
-        latencies(simulate(specs(), work, PATIENT, Conditions(late_s=1.0, turn=turn))).ttft_s
+        latencies(simulate(specs(), work, PATIENT, Conditions(late_s=1.0, admission_turn=turn))).ttft_s
         for turn in ("late_last", "fewest_late")
     )
     plain = latencies(simulate(specs(), work, "block")).ttft_s
@@ -86,7 +86,7 @@ def test_several_schedulers_hold_equally_long() -> None:
     assert max(means) < 1.7 * min(means)
 
 
-@pytest.mark.parametrize(("bad", "name"), [({"turn": "last"}, "turn"), ({"late_s": 0.0}, "late_s")])
+@pytest.mark.parametrize(("bad", "name"), [({"admission_turn": "last"}, "admission_turn"), ({"late_s": 0.0}, "late_s")])
 def test_bad_conditions_are_refused(bad: dict[str, object], name: str) -> None:
     """Each by its name."""
     with pytest.raises(ValueError, match=name):

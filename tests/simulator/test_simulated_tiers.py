@@ -9,16 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 
+from predictor.tabulated_costs import step_seconds, tabulate
+from scheduler.instances import DECODE_ROLE, PREFILL_ROLE
 from scheduler.provisioning.limits import ScalingLimits, ScalingObjectives
 from scheduler.provisioning.tier_planner import TierPlace
 from scheduler.provisioning.tiers import Tier
 from simulator.assembly import simulation
 from simulator.autoscaling import AutoscalingOptions, ProvisionedRun, moved_between_tiers, simulate_provisioned
 from simulator.conditions import Conditions
-from simulator.metrics import latencies
+from simulator.metrics import latencies, summary
 from simulator.mix import MixEntry, mixed_workload
 from simulator.workload import Workload, by_schedule, poisson_gaps, workload
-from tests.simulator.small_clusters import A30, lengths, specs
+from tests.simulator.small_clusters import A30, config, lengths, specs
 
 STRICT, LOOSE = Tier(name="strict", tpot_slo_s=0.05), Tier(name="loose", tpot_slo_s=0.2)
 TIERS = (STRICT, LOOSE)
@@ -117,6 +119,44 @@ def test_slow_instances_serve_the_loose_tier_only() -> None:
     assert joined["strict"]
     assert joined["strict"] <= {"instance-0", "instance-1", "instance-2"}
     assert joined["loose"]
+
+
+def test_an_engine_whose_full_step_is_longer_than_the_bound_keeps_the_deadlines_of_its_tier() -> None:
+    """The rule of vLLM fills such steps; forecasts know them, so it is no reason to leave the tier empty."""
+    fleet = [replace(spec, config=config(max_num_batched_tokens=512)) for spec in specs(FLEET, A30)]
+    full_step_s = step_seconds(tabulate(A30, 512, 8), 512, 1, 0, 0.0, 1, 512.0**2, 0.0)
+    assert full_step_s > STRICT.tpot_slo_s
+    done = simulate_provisioned(fleet, burst(400), "polyserve", OPTIONS)
+    assert any(move.place == TierPlace("strict") for _, move in done.moves)
+    assert summary(done.result)["by_tier"]["0.05"]["deadline_attained"] > 0.95
+
+
+def test_only_instances_that_decode_join_tiers() -> None:
+    """A prefill instance fills no tier, and a full tier does not close it: each request has two legs."""
+    prefill, decode = ({"config": config(kv_role=kv_role)} for kv_role in ("kv_producer", "kv_consumer"))
+    pools = [
+        *[replace(spec, role=PREFILL_ROLE, **prefill) for spec in specs(1, A30)],
+        *[replace(spec, role=DECODE_ROLE, **decode) for spec in specs(2, A30)],
+    ]
+    tiers = (replace(STRICT, min_instances=1, max_instances=1), LOOSE)
+    options = AutoscalingOptions(first=3, limits=ScalingLimits(max_instances=3), tiers=tiers)
+    done = simulate_provisioned(pools, burst(200), "polyserve", options)
+    assert not np.isnan(latencies(done.result).e2e_s).any()
+    assert {move.instance_id for _, move in done.moves} == {"instance-1", "instance-2"}
+    assert done.moves[0][1].place == TierPlace("strict")
+    assert (done.result.decisions.prefill_instance == 0).any()
+    with pytest.raises(ValueError, match="^instances.role: the number of instances with roles does not change"):
+        simulate_provisioned(pools, burst(200), "polyserve", replace(options, rule="tiers"))
+
+
+def test_a_tier_that_no_instance_can_serve_is_refused() -> None:
+    """The error names the tier, and the shortest step of the instances that decode."""
+    with pytest.raises(ValueError, match=r"no instance can keep the 10 ms of 'strict': .* takes 29\.\d ms$"):
+        run(burst(10), tiers=(replace(STRICT, tpot_slo_s=0.01), LOOSE))
+    prefill = [replace(spec, role=PREFILL_ROLE, predicted_pace=0.1, pace=0.1) for spec in specs(1, A30)]
+    sim = simulation([*prefill, *specs(1, A30)], burst(10), "slo", Conditions(), seed=0)
+    with pytest.raises(ValueError, match="^tier: tpot_slo_s: no instance can keep the 10 ms of 'strict'"):
+        moved_between_tiers(sim, (replace(STRICT, tpot_slo_s=0.01),))
 
 
 def test_the_same_arguments_give_the_same_run() -> None:

@@ -93,6 +93,16 @@ def test_impossible_requests_cost_without_end() -> None:
     assert bound.as_table([1.0])["bound_qps"] == {"1": 0.0}
 
 
+def test_there_is_no_optimum_of_nothing() -> None:
+    """Where an idle instance misses the deadlines of all requests, the table has no optimum, and no infinite rate."""
+    bound = slo_bound(specs(1, PER_TOKEN), asking([(1, 11)] * 3, 1e-6, 1.5))
+    assert not bound.is_possible
+    table = bound.as_table([0.9])
+    assert table["optimum_qps"] == table["optimum_instance_s"] == dict.fromkeys(KINDS)
+    assert (table["worth_of_tiers"], table["bound_qps"]) == (None, {"0.9": 0.0})
+    assert slo_bound(specs(1, PER_TOKEN), asking([(1, 11), (9, 11)], [30.0, 1e-6], 1.5)).is_possible
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_prices_equal_those_of_the_whole_program(seed: int) -> None:
     """Adding constraints as they are violated finds the sum that all constraints give."""

@@ -572,6 +572,7 @@ class TierStatus(_message.Message):
     MIN_INSTANCES_FIELD_NUMBER: _builtins.int
     MAX_INSTANCES_FIELD_NUMBER: _builtins.int
     NUM_WAITING_FIELD_NUMBER: _builtins.int
+    SHORTEST_STEP_S_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     tpot_slo_s: _builtins.float
     num_instances: _builtins.int
@@ -581,6 +582,8 @@ class TierStatus(_message.Message):
     max_instances: _builtins.int
     num_waiting: _builtins.int
     """requests, at all schedulers"""
+    shortest_step_s: _builtins.float
+    """The shortest step that decodes one request, of the instances of the pool: none keeps a tighter bound. Absent: unknown."""
     def __init__(
         self,
         *,
@@ -591,12 +594,15 @@ class TierStatus(_message.Message):
         min_instances: _builtins.int = ...,
         max_instances: _builtins.int = ...,
         num_waiting: _builtins.int = ...,
+        shortest_step_s: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_shortest_step_s", b"_shortest_step_s", "shortest_step_s", b"shortest_step_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_instances", b"max_instances", "min_instances", b"min_instances", "name", b"name", "num_instances", b"num_instances", "num_pending", b"num_pending", "num_waiting", b"num_waiting", "tpot_slo_s", b"tpot_slo_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_shortest_step_s", b"_shortest_step_s", "max_instances", b"max_instances", "min_instances", b"min_instances", "name", b"name", "num_instances", b"num_instances", "num_pending", b"num_pending", "num_waiting", b"num_waiting", "shortest_step_s", b"shortest_step_s", "tpot_slo_s", b"tpot_slo_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__shortest_step_s: _TypeAlias = _typing.Literal["shortest_step_s"]  # noqa: Y015
+    _WhichOneofArgType__shortest_step_s: _TypeAlias = _typing.Literal["_shortest_step_s", b"_shortest_step_s"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__shortest_step_s) -> _WhichOneofReturnType__shortest_step_s | None: ...
 
 Global___TierStatus: _TypeAlias = TierStatus  # noqa: Y015
 

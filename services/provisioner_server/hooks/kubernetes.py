@@ -12,6 +12,7 @@ from typing import Any
 from protos.block.v1 import common_pb2
 from protos.block.v1 import provisioner_pb2 as pb
 from scheduler.backoff import Backoff
+from services.kubernetes.pods import ROLE_LABEL, role_from_label
 from services.logs import log_event
 from services.provisioner_server.hooks import Hook, HookError
 from services.security.certificates import engine_access
@@ -117,6 +118,7 @@ class Scale(Hook):
                 instance_id=name,
                 engine_url=f"{scheme}://{pod.status.pod_ip}:{engine_port}" if pod.status.pod_ip else "",
                 sidecar_address=f"{pod.status.pod_ip}:{sidecar_port}" if pod.status.pod_ip else "",
+                role=_role_of(pod),
             )
             for name, pod in sorted(self._pods.items())
             if pod.metadata.deletion_timestamp is None
@@ -215,6 +217,15 @@ def cluster_configuration() -> Any:
         except config.ConfigException as error:
             raise ValueError(f"kubernetes: no cluster is configured: {error}") from None
     return configuration
+
+
+def _role_of(pod: Any) -> str:
+    """Return the role that the label of a pod means; the label itself where it means none, which is refused later."""
+    label = (pod.metadata.labels or {}).get(ROLE_LABEL, "")
+    try:
+        return (role_from_label(label) or label) if label else ""
+    except ValueError:
+        return str(label)
 
 
 def _ordinal(name: str) -> int:

@@ -59,7 +59,9 @@ TENANTS = {"small": 1.0, "flood": 1.0, "twice": 2.0}
 @examples(100)
 @given(
     st.lists(
-        st.tuples(st.sampled_from(sorted(TENANTS)), st.sampled_from(LANES), st.integers(1, 200)), min_size=1, max_size=60
+        st.tuples(st.sampled_from(sorted(TENANTS)), st.sampled_from(LANES), st.integers(1, 200)),
+        min_size=1,
+        max_size=60,
     )
 )
 def test_tenants_take_turns_over_all_lanes(requests: list[tuple[str, int, int]]) -> None:

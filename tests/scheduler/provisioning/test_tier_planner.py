@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scheduler.instances import BOTH, DECODE_ROLE, PREFILL_ROLE
 from scheduler.provisioning.tier_planner import (
     CLOSED_POOL,
     POOL,
@@ -26,11 +27,16 @@ NOTHING: Mapping[float, int] = {}
 
 
 def one(
-    name: str, place: TierPlace = POOL, num: int | None = 0, least_s: float = math.inf, alone_s: float = FAST_S
+    name: str,
+    place: TierPlace = POOL,
+    num: int | None = 0,
+    least_s: float = math.inf,
+    alone_s: float = FAST_S,
+    role: str = BOTH,
 ) -> TierInstance:
     """An instance with some requests, the strictest of them with a target."""
     return TierInstance(
-        instance_id=name, place=place, num_requests=num, least_tpot_slo_s=least_s, alone_step_s=alone_s
+        instance_id=name, place=place, num_requests=num, least_tpot_slo_s=least_s, alone_step_s=alone_s, role=role
     )  # fmt: skip
 
 
@@ -130,6 +136,21 @@ def test_a_tier_at_its_maximum_closes_the_pool() -> None:
     assert planned(one("b", CLOSED_POOL), tiers=tiers).places == {"b": POOL}
 
 
+def test_prefill_instances_belong_to_no_tier_and_are_never_closed() -> None:
+    """They fill no minimum and close nothing; the instances that decode are planned as if there were no others."""
+    tiers = (Tier(name="strict", tpot_slo_s=0.02, min_instances=1, max_instances=1), LOOSE)
+    pools = [one("a", role=PREFILL_ROLE), one("b", role=DECODE_ROLE), one("c", role=DECODE_ROLE)]
+    plan = planned(*pools, tiers=tiers)
+    assert plan.places == {"a": POOL, "b": ("strict", False), "c": CLOSED_POOL}
+    assert plan.needs.idle == ("c",)
+    assert planned(*pools, tiers=tiers, waiting={0.02: 5, 0.1: 5}).places["a"] == POOL
+    assert planned(one("a", num=3, least_s=0.02, role=PREFILL_ROLE), waiting={0.02: 1}).moves == ()
+    assert planned(one("a", role=PREFILL_ROLE), one("b", alone_s=SLOW_S), waiting={0.02: 1}).needs.num_unmet == 0
+    for place in (TierPlace("strict"), TierPlace("strict", closed=True), CLOSED_POOL):
+        (move,) = planned(one("a", place, None, role=PREFILL_ROLE)).moves
+        assert (move.place, move.why) == (POOL, "prefill instances belong to no tier")
+
+
 def test_a_sidecar_that_does_not_respond_moves_nothing() -> None:
     """The instance stays where it is, and counts."""
     place = TierPlace("strict")
@@ -188,6 +209,7 @@ def some_instances(draw: st.DrawFn) -> list[TierInstance]:
                 num_requests=num,
                 least_tpot_slo_s=draw(st.sampled_from(TARGETS_S)) if num else math.inf,
                 alone_step_s=draw(st.sampled_from([0.01, 0.03, 0.06, math.nan])),
+                role=draw(st.sampled_from([BOTH, BOTH, DECODE_ROLE, PREFILL_ROLE])),
             )
         )
     return made
@@ -220,6 +242,7 @@ def test_no_instance_is_lost_or_in_two_tiers_and_bounds_hold(
         assert move.place != each.place
         if move.place.tier and not move.place.closed:
             assert can_serve(each, by_name[move.place.tier])
+    assert {plan.places[each.instance_id] for each in instances if each.role == PREFILL_ROLE} <= {POOL}
 
 
 @given(tiers=some_tiers(), instances=some_instances(), waiting=WAITING)
@@ -231,7 +254,7 @@ def test_waiting_requests_get_an_instance_while_the_pool_has_one(
     wanted = {tier.name for target_s in waiting if (tier := tier_for(target_s, tiers)) is not None}
     idle = [
         each for each in instances
-        if each.num_requests == 0 and plan.places[each.instance_id] in (POOL, CLOSED_POOL)
+        if each.role != PREFILL_ROLE and each.num_requests == 0 and plan.places[each.instance_id] in (POOL, CLOSED_POOL)
     ]  # fmt: skip
     for tier in tiers:
         joined = [name for name in members(plan, tier) if name in {move.instance_id for move in plan.moves}]
@@ -253,9 +276,10 @@ def test_tiers_without_requests_shrink_to_their_minimum_and_then_nothing_moves(
         num_moves.append(len(plan.moves))
         for name, place in plan.places.items():
             each = pool[name]
-            pool[name] = one(name, place, 0, alone_s=each.alone_step_s)
+            pool[name] = one(name, place, 0, alone_s=each.alone_step_s, role=each.role)
+    decoding = [each for each in pool.values() if each.role != PREFILL_ROLE]
     for tier in tiers:
-        able = [each for each in pool.values() if can_serve(each, tier) and not each.place.tier]
+        able = [each for each in decoding if can_serve(each, tier) and not each.place.tier]
         assert len(members(plan, tier)) == tier.min_instances or (
             len(members(plan, tier)) < tier.min_instances and not able
         )

@@ -55,6 +55,7 @@ class Outer:
 
     required: Annotated[str, "A text."]
     deadline_s: Annotated[float, Option("A deadline.", name="deadline_ms", unit="ms")] = 0.05
+    margin_s: Annotated[float, Option("A margin.", name="margin_ms", unit="ms", may_be_zero=True)] = 0.01
     budget_s: Annotated[float, Option("A budget.", name="budget", unit="duration")] = 180.0
     names: Annotated[tuple[str, ...], Option("Names.", name="name", separator=",")] = ("a",)
     switch: Annotated[bool, Option("A switch.", negative="--off")] = True
@@ -94,6 +95,13 @@ def test_defaults_are_those_of_the_dataclass() -> None:
     assert made("--required", "r") == Outer(required="r")
 
 
+def test_a_time_may_be_zero_where_its_setting_allows_that() -> None:
+    """A margin of 0 is none; one of the scheduler's settings is like that."""
+    assert made("--required", "r", "--margin-ms", "0").margin_s == 0
+    flags = ("--deadline-margin-ms", "0")
+    assert made(*flags, settings=SCHEDULER, values=SchedulerSettings).deadline_margin_s == 0
+
+
 def test_flags_set_fields() -> None:
     """Units, lists, switches, choices and nested values are converted."""
     flags = ("--required", "r", "--deadline-ms", "20", "--budget", "90s", "--name", "b,c", "--name", "d", "--off")
@@ -126,6 +134,7 @@ def test_a_flag_takes_precedence_over_the_environment_and_that_over_the_file(tmp
         ((), "required: is missing"),
         (("--required", "r", "--deadline-ms", "5000"), "deadline_ms: must be at most 1"),
         (("--required", "r", "--deadline-ms", "0"), "deadline_ms: must be a time above 0, not 0.0"),
+        (("--required", "r", "--margin-ms", "-1"), "margin_ms: must be a time from 0 on, not -1.0"),
         (("--required", "r", "--budget", "soon"), "budget: 'soon' is no time such as 90s or 3m"),
         (("--required", "r", "--share", "a:1"), "shares: 'a:1' must be NAME=NUMBER"),
         (("--required", "r", "--depth", "-1"), "depth: must be at least 0, not -1"),

@@ -6,6 +6,7 @@ import csv
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -97,7 +98,7 @@ def test_attainment_is_reported_by_tier_and_tenant(mix: str) -> None:
     found = json.loads(run(*arguments, "--json"))
     jsq, slo = found["policies"]
     assert list(jsq["by_tier"]) == ["0.04", "0.1"]
-    assert jsq["by_tier"]["0.04"] == jsq["by_tenant"]["one"]
+    assert jsq["by_tier"]["0.04"].items() <= jsq["by_tenant"]["one"].items()
     assert 0 < jsq["deadline_attained_tokens"] < 1
     assert jsq["missed_prompt_ratio"] > 0
     assert (slo["num_shed"], slo["num_demoted"]) == (
@@ -110,6 +111,64 @@ def test_attainment_is_reported_by_tier_and_tenant(mix: str) -> None:
     assert f"slo: {slo['num_shed']} shed" in table
     assert "no placement on these instances serves more requests/s by their deadlines than" in table
     assert f"tiers apart are worth {100 * found['bound']['worth_of_tiers']:.1f} %" in table
+
+
+def test_best_effort_without_targets_is_reported(mix: str) -> None:
+    """By class, tenant and entry: what was served and shed, and the latencies, also where there is no target."""
+    Path(mix).write_text(MIX.replace("ttft_slo_s = 2.0\ntpot_slo_s = 0.1", "class = 'best-effort'"))
+    arguments = ("simulate", *SMALL, "--rate", "30", "--policy", "slo", "--mix", mix)
+    (slo,) = json.loads(run(*arguments, "--json"))["policies"]
+    best_effort, real_time = slo["by_class"]["best-effort"], slo["by_class"]["real-time"]
+    assert best_effort == slo["by_mix"]["reports"] == slo["by_tenant"]["two"]
+    assert best_effort["num_requests"] + real_time["num_requests"] == 60
+    assert real_time["num_shed"] == slo["num_shed"] > 0 == best_effort["num_shed"]
+    assert best_effort["num_served"] == best_effort["num_requests"] > 0
+    assert 0 < best_effort["ttft_s"]["p50"] < best_effort["e2e_s"]["p50"] <= best_effort["e2e_s"]["p99"]
+    assert (best_effort["deadline_attained"], best_effort["num_with_targets"]) == (None, 0)
+    rows = {line[:20].strip(): line.split() for line in run(*arguments).splitlines()}
+    assert rows["class best-effort"][2] == str(best_effort["num_requests"])
+
+
+def test_objectives_of_a_mix_are_simulated(mix: str, tmp_path: Path) -> None:
+    """A file, or the scenario itself, has the table of the names that entries have; without one they are refused."""
+    Path(mix).write_text("[[mix]]\nname = 'chat'\nshare = 1\nobjective = 'quick'\ntpot_slo_s = 0.04\n")
+    table = "[[objective]]\nname = 'quick'\nttft_slo_s = 0.5\ntpot_slo_s = 9\nwhen_late = 'shed'\n"
+    (tmp_path / "objectives.toml").write_text(table)
+    arguments = ("simulate", *SMALL, "--rate", "30", "--policy", "slo", "--mix", mix)
+    (named,) = json.loads(run(*arguments, "--objectives", str(tmp_path / "objectives.toml"), "--json"))["policies"]
+    (tmp_path / "scenario.toml").write_text(table)
+    (in_scenario,) = json.loads(run(*arguments, "-s", str(tmp_path / "scenario.toml"), "--json"))["policies"]
+    assert named == in_scenario
+    assert (list(named["by_tier"]), named["num_with_targets"]) == (["0.04"], 60)
+    assert named["num_shed"] > 0
+    assert "mix[0].objective: 'quick' needs a table of objectives (--objectives FILE)" in refusal(*arguments)
+    (tmp_path / "objectives.toml").write_text(table.replace("quick", "fast"))
+    error = refusal(*arguments, "--objectives", str(tmp_path / "objectives.toml"))
+    assert "mix[0].objective: 'quick' is no known objective" in error
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "error"),
+    [
+        ("", ("--slo-ttft-s", "-1"), "slo_ttft_s: must be a number above 0, not -1.0"),
+        ("", ("--slo-tpot-s", "nan"), "slo_tpot_s: must be a number above 0, not nan"),
+        ("", ("--rate", "nan"), "rate: must be a number above 0, not nan"),
+        ("slo = {ttft_s = 'x'}", (), "slo.ttft_s: must be a number above 0, not 'x'"),
+        ("instances = 3", (), "instances: must be a table, or a list of tables, not 3"),
+        ("instances = {engine = 3}", (), "instances.engine: must be a table, not 3"),
+        ("conditions = 3", (), "conditions: must be a table, not 3"),
+        ("traffic = 3", (), "traffic: must be a table, not 3"),
+        ("conditions = {outages = 3}", (), "conditions.outages: must be a list of tables, not 3"),
+        ("traffic = {schedule = [['a', 1]]}", (), "traffic.schedule[0]: must be a number from 0 on, not 'a'"),
+        ("condition = {}", (), "scenario: 'condition' is unknown; did you mean conditions?"),
+    ],
+)
+def test_bad_input_is_refused_by_its_name(text: str, flags: tuple[str, ...], error: str, tmp_path: Path) -> None:
+    """One line, and no run."""
+    scenario = tmp_path / "scenario.toml"
+    scenario.write_text(text)
+    given = ("--rate", "5", *flags) if "--rate" not in flags else flags
+    assert error in refusal("simulate", "--scenario", str(scenario), "--num-requests", "20", *given)
 
 
 def test_demoted_requests_are_counted(mix: str) -> None:
@@ -131,9 +190,62 @@ def test_goodput_is_found(mix: str) -> None:
         assert jsq[name]["0.8"]["mean"] > jsq[name]["0.95"]["mean"] > 0
         assert len(jsq[name]["0.8"]["per_seed"]) == 2
     assert jsq["goodput_qps"]["0.95"]["mean"] < found["bound"]["bound_qps"]["0.95"]
+    at = jsq["goodput_qps"]["0.8"]
+    assert not at["at_least"]
+    assert at["deadline_attained"] >= 0.8
+    assert at["by_tier"]["0.04"] == at["by_tenant"]["one"] == at["by_mix"]["chat"]
+    assert at["by_class"]["real-time"]["deadline_attained"] == at["deadline_attained"]
     table = run(*arguments).splitlines()
     assert table[1].split("  ")[-1].strip() == "95 % of tokens"
-    assert [line.split()[0] for line in table[2:4]] == ["jsq", "no"]
+    assert [line.split()[0] for line in table[2:4]] == ["jsq", "jsq:"]
+    (tenant,) = (line for line in table if line.startswith("tenant one"))
+    assert tenant.split()[2] == f"{at['by_tenant']['one']['deadline_attained']:.1%}"
+
+
+def test_goodput_between_tiers_is_found(mix: str, tmp_path: Path) -> None:
+    """Instances move between the tiers of a file; policies without forecasts have none."""
+    tiers = tmp_path / "tiers.toml"
+    tiers.write_text("[[tier]]\nname = 'fast'\ntpot_slo_s = 0.04\n[[tier]]\nname = 'slow'\ntpot_slo_s = 0.1\n")
+    arguments = ("capacity", *SMALL, "--seeds", "2", "--resolution", "0.3", "--workers", "1", "--attained", "0.8",
+                 "--mix", mix)  # fmt: skip
+    found = json.loads(run(*arguments, "--policy", "polyserve", "--tiers", str(tiers), "--json"))
+    at = found["policies"][0]["goodput_qps"]["0.8"]
+    assert at["mean"] > 0
+    assert 0 < at["num_serving"] <= 2
+    assert "jsq makes no forecasts, which --tiers needs" in refusal(
+        *arguments, "--policy", "jsq", "--tiers", str(tiers)
+    )
+
+
+def test_few_requests_show_a_least_rate(mix: str) -> None:
+    """Where all requests may arrive at once, the output says so, and how to find the rate."""
+    Path(mix).write_text(MIX.replace("0.5", "50").replace("2.0", "50"))
+    few = ("capacity", *SMALL, "--num-requests", "20", "--policy", "jsq", "--seeds", "2", "--workers", "1")
+    for more in ((), ("--mix", mix)):
+        table = run(*few, *more)
+        assert "jsq" in table
+        assert "≥" in table
+        assert "--num-requests" in table
+        (jsq,) = json.loads(run(*few, *more, "--json"))["policies"]
+        part = jsq["goodput_qps"]["0.99"] if more else jsq
+        assert (part["at_least"], part["ci95"]) == (True, None)
+        assert part["mean"] == pytest.approx(part["per_seed"][0])
+
+
+def test_impossible_targets_are_reported(mix: str) -> None:
+    """The goodput is 0, and there is no optimum of what no instance can do."""
+    Path(mix).write_text(MIX.replace("0.5", "1e-6").replace("2.0", "1e-6"))
+    arguments = ("capacity", *SMALL, "--policy", "jsq", "--seeds", "2", "--workers", "1")
+    found = json.loads(run(*arguments, "--mix", mix, "--json"))
+    assert found["policies"][0]["goodput_qps"]["0.9"]["per_seed"] == [0.0, 0.0]
+    assert found["num_trials"] == 2
+    assert set(found["bound"]["optimum_qps"].values()) == {None}
+    for table in (run(*arguments, "--mix", mix), run(*arguments, "--limit-s", "1e-6")):
+        assert "missed at all rates, even where requests hardly meet" in table
+    simulated = run("simulate", *SMALL, "--rate", "5", "--policy", "jsq", "--mix", mix)
+    last = simulated.splitlines()[-1]
+    assert last.startswith("no placement on these instances serves any request by its deadlines")
+    assert "inf" not in simulated
 
 
 def test_a_cluster_is_recommended_by_deadlines(mix: str) -> None:
@@ -150,10 +262,21 @@ def test_a_cluster_is_recommended_by_deadlines(mix: str) -> None:
     assert 0 < least["instance_s_per_request"] < rows["block"]["cost"]["fixed"]["instance_s_per_request"]
     assert least["num_instances"] <= rows["block"]["num_instances"]
     assert rows["block"]["cost"]["autoscaled"]["instance_s_per_request"] > 0
+    fixed = rows["jsq"]["cost"]["fixed"]
+    assert fixed["by_tier"]["0.04"] == fixed["by_tenant"]["one"]
+    assert fixed["deadline_attained"] == fixed["attained"]
     lines = run(*arguments).splitlines()
     assert "90 % of the requests with all tokens by their deadlines" in lines[0]
     assert sum("with headroom" in line for line in lines) == 1
     assert "instance-seconds per request, by whatever policy" in lines[-1]
+    assert [line.split()[2] for line in lines if line.startswith("tenant one")] == [
+        f"{_share_of_one(rows['block']):.1%}"
+    ]
+
+
+def _share_of_one(row: Any) -> float:
+    share: float = row["cost"]["fixed"]["by_tenant"]["one"]["deadline_attained"]
+    return share
 
 
 def test_the_cost_of_tiers_is_shown(mix: str, tmp_path: Path) -> None:
@@ -177,6 +300,22 @@ def test_pools_are_recommended_by_deadlines(mix: str) -> None:
     found = json.loads(run(*arguments))
     assert found["target"]["goal"] == {"share": 0.9, "by_work": True}
     assert found["ranking"][0]["used"] <= 1
+
+
+def test_pools_have_costs_and_the_bound(mix: str) -> None:
+    """As co-located instances have, each with the instances that were recommended."""
+    arguments = ("recommend", *SMALL, "--rate", "5", "--policy", "jsq", "--seeds", "1", "--workers", "1", "--pools",
+                 "--max-instances", "6", "--mix", mix)  # fmt: skip
+    found = json.loads(run(*arguments, "--json"))
+    (least,) = found["bound"].values()
+    for row in found["ranking"]:
+        cost = row["cost"]["fixed"]
+        assert cost["instance_s_per_request"] > least["instance_s_per_request"] > 0
+        assert cost["attained"] >= 0.9
+        assert row["num_instances"] >= least["num_instances"]
+    lines = run(*arguments).splitlines()
+    assert sum("instance-seconds per request with a fixed number of instances" in line for line in lines) == 2
+    assert "instance-seconds per request, by whatever policy" in lines[-1]
 
 
 def test_tiers_and_a_changing_number_of_instances_are_simulated(tmp_path: Path) -> None:
@@ -203,6 +342,7 @@ def test_tiers_and_a_changing_number_of_instances_are_simulated(tmp_path: Path) 
     [
         (("--tiers", "none.toml"), "none.toml: cannot be read"),
         (("--tiers", "bad.toml"), "bad.toml: tier[0].max_instances: must be a whole number from 1 on, not 0"),
+        (("--tiers", "fast.toml"), "tier: tpot_slo_s: no instance can keep the 0.1 ms of 'fast': the shortest step of"),
         (("--provision", "3-2"), "provision: must be 1 <= MIN <= MAX"),
         (("--provision", "1-9"), "max_instances: 9 is more than the 2 available instances"),
     ],
@@ -213,7 +353,22 @@ def test_invalid_tiers_are_refused_by_name(
     """One line."""
     monkeypatch.chdir(tmp_path)
     Path("bad.toml").write_text("[[tier]]\nname = 'chat'\ntpot_slo_s = 0.1\nmax_instances = 0\n")
+    Path("fast.toml").write_text("[[tier]]\nname = 'fast'\ntpot_slo_s = 0.0001\nmin_instances = 1\n")
     assert message in refusal("simulate", *SMALL, "--rate", "5", "--policy", "polyserve", *more)
+
+
+def test_a_rule_without_decode_legs_is_refused_for_instances_that_decode(tmp_path: Path) -> None:
+    """The error names what the user has set, and where it belongs; there it works."""
+    file = tmp_path / "pools.toml"
+    pools = "[instances]\nprofile = 'llama-2-7b-a30'\ncount = 2\nrole = 'decode'\nnum_prefill = 1\n"
+    file.write_text(pools)
+    arguments = ("simulate", "--scenario", str(file), "--rate", "5", "--policy", "slo", "--num-requests", "20")
+    assert refusal(*arguments, "--batcher", "decode_then_edf") == (
+        "block: batcher: decode_then_edf serves no decode legs, so only prefill instances can run it; leave batcher "
+        'out, and set it for them in the scenario: prefill_engine = { batcher = "decode_then_edf" }\n'
+    )
+    file.write_text(pools + 'prefill_engine = { batcher = "decode_then_edf" }\n')
+    assert json.loads(run(*arguments, "--json"))["policies"][0]["num_finished"] == 20
 
 
 def test_parquet_holds_what_csv_holds(tmp_path: Path) -> None:
@@ -314,6 +469,7 @@ def test_a_cluster_is_recommended() -> None:
         (("capacity", *SMALL, "--seeds", "1"), "seeds"),
         (("capacity", *SMALL, "--attained", "0.9"), "^mix: "),
         (("capacity", *SMALL, "--warm-up", "10"), "^--warm-up: is for goodput"),
+        (("capacity", *SMALL, "--tiers", "tiers.toml"), "^--tiers: is for goodput"),
         (("capacity", *SMALL, "--warm-up", "-1"), "^--warm-up: must be a time from 0 on, not -1.0"),
         (("capacity", *SMALL, "--mix", "nowhere.toml"), "nowhere.toml"),
         (("recommend", *SMALL, "--rate", "1", "--attained", "0.9"), "^mix: "),

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
 from protos.block.v1 import common_pb2
 from protos.envoy.v3 import external_processor_pb2 as wire
+from services.placement.driver import PlacementDriver
 from tests.services.endpoint_picker.running import (
     ENDPOINT,
     Picking,
@@ -82,19 +84,50 @@ def test_targets_and_tenants_come_from_headers(prefix: str, fairness: str) -> No
 
 @pytest.mark.parametrize("name", ["x-gateway-inference-objective", "x-llm-d-inference-objective", "x-block-objective"])
 def test_objectives_come_from_headers(tmp_path: Path, name: str) -> None:
-    """The name of an objective stands for class, targets and priority; one that is not known is ignored."""
+    """The name of an objective stands for class, targets and priority; one that is not known is ignored.
+
+    Its priority is for the decision, and for engines only where that is set.
+    """
 
     async def test() -> None:
         file = tmp_path / "objectives.toml"
         file.write_text(chat_table("serve"), encoding="utf-8")
+        async with picking(completes, objectives=str(file), pass_objective_priority=True) as here:
+            assert body_of(await ask(here, {**head(), name: "chat"}))["priority"] == 2
         async with picking(completes, objectives=str(file)) as here:
             one = await ask(here, {**head(), name: "chat"})
             request = reserved(here)
             assert (request.slo.ttft_s, request.priority) == (0.5, 2)
+            assert "priority" not in body_of(one)
+            await one.finish()
+            one = await ask(here, {**head(), name: "chat", "x-block-priority": "3"})
+            assert body_of(one)["priority"] == 3
             await one.finish()
             one = await ask(here, {**head(), name: "unheard-of"})
             assert chosen(one.received[0]) == here.endpoints
             assert here.metric("block_picker_ignored_objectives_total") == 1
+
+    run(test)
+
+
+def test_unknown_objectives_are_refused_where_that_is_set(tmp_path: Path) -> None:
+    """The reply is that of a gateway; known ones are served."""
+    file = tmp_path / "objectives.toml"
+    file.write_text(chat_table("serve"), encoding="utf-8")
+    named = {**head(), "x-gateway-inference-objective": "chatt"}
+
+    async def test() -> None:
+        settings = {"refuse_unknown_objectives": True}
+        async with picking(completes, settings=settings, objectives=str(file)) as here:
+            status, headers, error = refusal(await ask(here, named))
+            assert (status, "x-llm-d-request-dropped-reason" in headers) == (400, False)
+            wanted = "x-gateway-inference-objective: 'chatt' is no known objective; did you mean chat?"
+            assert error["message"] == wanted
+            assert here.metric("block_picker_ignored_objectives_total") == 0
+            await ask(here, {**named, "x-gateway-inference-objective": "chat"})
+            assert reserved(here).priority == 2
+        async with picking(completes, settings=settings) as here:
+            assert "has no table" in refusal(await ask(here, named))[2]["message"]
 
     run(test)
 
@@ -112,6 +145,21 @@ def test_what_a_client_sends_by_the_picker_s_names_goes_no_further() -> None:
             assert chosen(one.received[0]) == here.endpoints
             removed = one.received[0].request_headers.response.header_mutation.remove_headers
             assert set(removed) == set(own) - {ENDPOINT}
+
+    run(test)
+
+
+def test_a_decision_may_take_as_long_as_its_policy_holds_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no time is set; one that is set has precedence."""
+    place = AsyncMock(side_effect=ConnectionError("no instance"))
+    monkeypatch.setattr(PlacementDriver, "place", place)
+
+    async def test() -> None:
+        for policy, given_s, patience_s in (("block", None, 0.85), ("slo", None, 74.85), ("slo", 12.0, 11.85)):
+            settings = {"schedule_s": given_s}
+            async with picking(completes, settings=settings, policy=policy, sidecar_deadline_s=0.05) as here:
+                assert refusal(await ask(here))[0] == 503
+                assert place.await_args.kwargs["patience_s"] == pytest.approx(patience_s)
 
     run(test)
 

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from unittest.mock import AsyncMock
 
@@ -20,7 +21,9 @@ from services.instances.sources import Listed
 from services.placement.driver import PlacementDriver
 from services.placement.settings import SchedulerSettings
 from services.rpc.settings import ServerSettings
+from services.security.access_settings import AccessSettings
 from tests.services.gateway.stubs import COMPLETION, LOCAL, Answer, completes, engines, hangs
+from tests.services.security.key_files import key, tenant, write_keys
 from tests.services.stub_sidecars import StubSidecar, sidecars
 from tests.services.waiting import LIMIT_S, PATIENCE_S, run, until
 
@@ -41,7 +44,9 @@ class InProcess:
 
 
 @asynccontextmanager
-async def gateway(*answers: Answer, instances: bool = True, **scheduler: Any) -> AsyncIterator[InProcess]:
+async def gateway(
+    *answers: Answer, instances: bool = True, schedule_s: float | None = 2 * PATIENCE_S, **scheduler: Any
+) -> AsyncIterator[InProcess]:
     """Run a gateway that decides over an instance for each answer of an engine."""
     async with AsyncExitStack() as stack:
         stubs = await stack.enter_async_context(sidecars(*"abcd"[: len(answers)]))
@@ -53,7 +58,7 @@ async def gateway(*answers: Answer, instances: bool = True, **scheduler: Any) ->
             source=Listed([stub.instance for stub in stubs] if instances else []),
             rpc=ServerSettings(),
         )
-        settings = GatewaySettings(decide="in-process", schedule_s=2 * PATIENCE_S)
+        settings = GatewaySettings(decide="in-process", schedule_s=schedule_s)
         here = await stack.enter_async_context(serving(settings, ServerSettings(), decisions))
         client = await stack.enter_async_context(
             httpx.AsyncClient(base_url=f"http://{LOCAL}:{here.port}", timeout=LIMIT_S)
@@ -93,6 +98,41 @@ def test_errors_have_the_statuses_of_remote_decisions() -> None:
         async with gateway(instances=False) as here:
             assert (await here.post()).status_code == 503
             assert (await here.client.get("/ready")).status_code == 503
+
+    run(test)
+
+
+def test_a_decision_may_take_as_long_as_its_policy_holds_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no time is set; one that is set has precedence."""
+    schedule = AsyncMock(side_effect=ConnectionError("no instance"))
+    monkeypatch.setattr(PlacementDriver, "schedule", schedule)
+
+    async def test() -> None:
+        for policy, given_s, patience_s in (("block", None, 0.85), ("slo", None, 74.85), ("slo", 12.0, 11.85)):
+            async with gateway(completes, policy=policy, schedule_s=given_s, sidecar_deadline_s=0.05) as here:
+                assert (await here.post()).status_code == 503
+                assert schedule.await_args.args[1] == pytest.approx(patience_s)
+
+    run(test)
+
+
+def test_tenants_have_the_weights_of_the_key_file(tmp_path: Path) -> None:
+    """Unless another file is named."""
+    alice = key("secret-a", "alice")
+    keys = write_keys(tmp_path / "keys.toml", alice, tenant("alice", weight=2))
+    others = write_keys(tmp_path / "tenants.toml", tenant("bob", weight=3))
+
+    async def test() -> None:
+        for access, named, expected in (
+            (AccessSettings(api_key_file=keys), "", {"alice": 2.0}),
+            (AccessSettings(api_key_file=keys), others, {"bob": 3.0}),
+            (AccessSettings(), "", {}),
+        ):
+            decisions = InProcessDecisions(settings=SchedulerSettings(tenants=named), source=Listed([]))
+            settings = GatewaySettings(decide="in-process")
+            async with serving(settings, ServerSettings(access=access), decisions) as here:
+                assert here.driver is not None
+                assert here.driver.core.rules.tenant_weights == expected
 
     run(test)
 

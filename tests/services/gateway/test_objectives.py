@@ -58,7 +58,33 @@ def test_a_name_gives_what_the_request_does_not_say(header: str, table: str) -> 
             assert (request.objective, request.request_class, request.priority, request.weight) == ("", REAL, 2, 3.0)
             assert (request.slo.ttft_s, request.slo.tpot_s) == (0.5, 0.05)
             assert request.when_late == common_pb2.WHEN_LATE_SHED
-            assert (body["priority"], body["vllm_xargs"]) == (2, CHAT)
+            assert ("priority" in body, body["vllm_xargs"]) == (False, CHAT)
+
+    run(test)
+
+
+def test_engines_get_the_priority_of_an_objective_only_where_they_order_by_it(table: str) -> None:
+    """A vLLM without the priority policy may refuse any other than 0. What the client states itself is passed."""
+    named = {"x-block-objective": "chat"}
+    told = common_pb2.Decision(objective=common_pb2.Objective(priority=2, request_class=REAL))
+
+    async def test() -> None:
+        for passes in (False, True):
+            passed = 2 if passes else None
+            async with scene(completes, objectives=table, pass_objective_priority=passes) as here:
+                await here.post(headers=named)
+                request, body = received_last(here)
+                assert (request.priority, body.get("priority")) == (2, passed)
+                await here.post(headers={**named, "x-block-priority": "5"})
+                assert received_last(here)[1]["priority"] == 5
+                await here.post(headers=named, priority=6)
+                assert received_last(here)[1]["priority"] == 6
+                await here.post(headers=named, nvext={"agent_hints": {"priority": -7}})
+                assert received_last(here)[1]["priority"] == 7
+            async with scene(completes, pass_objective_priority=passes) as here:
+                here.scheduler.changes = told
+                await here.post(headers=named)
+                assert received_last(here)[1].get("priority") == passed
 
     run(test)
 
@@ -116,7 +142,7 @@ def test_without_a_table_the_scheduler_gets_the_name() -> None:
             assert (await here.post(headers={"x-block-objective": "chat", "x-block-weight": "2"})).status_code == 200
             request, body = received_last(here)
             assert (request.objective, request.weight, request.HasField("slo")) == ("chat", 2.0, False)
-            assert (body["priority"], body["vllm_xargs"]["block_ttft_s"]) == (2, 0.5)
+            assert body["vllm_xargs"]["block_ttft_s"] == 0.5
             here.scheduler.refusal = (grpc.StatusCode.INVALID_ARGUMENT, "request.objective: 'chat' is unknown")
             response = await here.post(headers={"x-block-objective": "chat"})
             assert (response.status_code, error_of(response)["param"]) == (400, "objective")
@@ -296,7 +322,6 @@ def test_a_demoted_request_is_best_effort_for_the_engine(table: str) -> None:
             for engine in here.engines:
                 body = json.loads(engine.calls[-1].body)
                 assert body["vllm_xargs"] == {"block_mine": "x", "block_class": "best-effort", "block_weight": 3.0}
-                assert body["priority"] == 2
             assert [asked.request.slo.ttft_s for asked in here.scheduler.asked] == [0.1, 0.1]
             here.scheduler.changes = common_pb2.Decision()
             here.engines[0].answer = streams

@@ -44,8 +44,9 @@ def test_a_flag_names_an_engine_and_its_sidecar() -> None:
 
 def test_a_flag_may_name_models_a_role_and_a_tier() -> None:
     """In any order; llm-d's word for both is understood."""
-    instance = instance_from_flag("a=http://h:1,h:2,m,role=prefill,tier=fast")
-    assert (instance.models, instance.role, instance.tier) == (("m",), "prefill", "fast")
+    instance = instance_from_flag("a=http://h:1,h:2,m,role=prefill,tier_tpot_ms=20,tier=fast")
+    assert (instance.models, instance.role) == (("m",), "prefill")
+    assert (instance.tier, instance.tier_tpot_s) == ("fast", 0.02)
     assert instance_from_flag("a=http://h:1,h:2,role=prefill-decode").role == "both"
 
 
@@ -59,6 +60,31 @@ def test_a_file_may_give_tiers(tmp_path: Path) -> None:
         path.write_text(json.dumps([{**A, field: value}]))
         with pytest.raises(ValueError, match=rf"instances\[0\]\.{field}: must be"):
             instances_from_file(str(path))
+    path.write_text(json.dumps([{**A, "tier_closed": True}]))  # as a provisioner writes it for its closed pool
+    assert [one.tier_closed for one in instances_from_file(str(path))] == [True]
+
+
+@pytest.mark.parametrize(
+    ("tables", "named"),
+    [
+        ([{"tier": "fast"}], r"instances\[0\]\.tier_tpot_s: is missing; the tier 'fast' needs its bound"),
+        ([{"tier": "fast", "tier_closed": True}], r"instances\[0\]\.tier_tpot_s: is missing"),
+        ([{"tier": "fast", "tier_tpot_s": math.inf}], r"instances\[0\]\.tier_tpot_s: is missing"),
+        ([{"tier_tpot_s": 0.02}], r"instances\[0\]\.tier: is missing; tier_tpot_s needs the name of the tier"),
+        (
+            [{"tier": "fast", "tier_tpot_s": 0.02}, {"tier": "fast", "tier_tpot_s": 0.05}],
+            r"instances\[1\]\.tier_tpot_s: 0.05 of 'b' is not the 0.02 of 'a'; a tier has one bound",
+        ),
+    ],
+)
+def test_half_a_tier_and_a_tier_with_two_bounds_are_refused(
+    tmp_path: Path, tables: list[dict[str, Any]], named: str
+) -> None:
+    """A name without a bound would be a label without effect; the error names the field."""
+    path = tmp_path / "i.json"
+    path.write_text(json.dumps([{**facts, **table} for facts, table in zip((A, B), tables, strict=False)]))
+    with pytest.raises(ValueError, match=named):
+        instances_from_file(str(path))
 
 
 def test_a_file_may_name_roles(tmp_path: Path) -> None:
@@ -84,6 +110,10 @@ def test_a_file_may_name_roles(tmp_path: Path) -> None:
         ("a=http://h:1,:2", "sidecar_address"),
         ("a=http://h:1,h:2,,m", "models"),
         ("a=http://h:1,h:2,role=encode", "role: 'encode' is none of both, prefill, decode, prefill-decode"),
+        ("a=http://h:1,h:2,tier=fast", "tier_tpot_ms: is missing; the tier 'fast' needs its bound"),
+        ("a=http://h:1,h:2,tier_tpot_ms=20", "tier: is missing; tier_tpot_ms needs the name of the tier"),
+        ("a=http://h:1,h:2,tier=fast,tier_tpot_ms=0", "tier_tpot_ms: must be a time above 0, in milliseconds, not '0'"),
+        ("a=http://h:1,h:2,tier=fast,tier_tpot_ms=x", "tier_tpot_ms: must be a time above 0, in milliseconds, not 'x'"),
     ],
 )
 def test_a_bad_flag_is_named(text: str, named: str) -> None:

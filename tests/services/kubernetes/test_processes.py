@@ -86,7 +86,7 @@ def test_a_gateway_serves_a_pool_and_its_objectives() -> None:
         objective = {"metadata": {"name": "gold"}, "spec": {"poolRef": {"name": "chat"}, "priority": 7}}
         kube.put(OBJECTIVES, objective)
         with api_server(kube) as url:
-            flags = ("--decide", "in-process", *FROM, "--kubernetes-api", url)
+            flags = ("--decide", "in-process", "--pass-objective-priority", *FROM, "--kubernetes-api", url)
             async with (
                 engines(1) as (engine,), sidecars("a") as (stub,),
                 gateway(*flags, **PATIENT_SERVERS) as (_, port), httpx.AsyncClient(timeout=60) as client,

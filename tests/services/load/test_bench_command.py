@@ -92,6 +92,37 @@ def test_a_mix(tmp_path: Path) -> None:
     assert set(total["by_class"]) == {"real-time", "best-effort"}
 
 
+def test_objectives_of_a_mix(tmp_path: Path) -> None:
+    """The endpoint gets the name and what the entry states itself; a table only says what the report counts."""
+    mix, table = tmp_path / "mix.toml", tmp_path / "objectives.toml"
+    mix.write_text(
+        "[[mix]]\nname = 'chat'\nshare = 1\nobjective = 'gold'\n"
+        "[[mix]]\nname = 'own'\nshare = 1\nobjective = 'gold'\nclass = 'real-time'\nweight = 1\npriority = 0\n"
+        "ttft_slo_s = 300\n"
+    )
+    table.write_text(
+        "[[objective]]\nname = 'gold'\nclass = 'best-effort'\nweight = 2\npriority = 3\nttft_slo_s = 600\n"
+    )
+    flags = ("--model", "m", "-n", "20", "--rate", "500", "--output-tokens", "4", "--mix", str(mix))
+    with engine_running(answers) as engine:
+        without = answer("bench", engine.url, *flags)
+        total = answer("bench", engine.url, *flags, "--objectives", str(table))
+        sent = [(call.headers, json.loads(call.body)) for call in engine.calls]
+    assert without["num_with_targets"] == without["by_mix"]["own"]["num_requests"]
+    assert without["by_mix"]["chat"]["deadline_attained"] is None
+    assert without["by_mix"]["chat"]["num_served"] == without["by_mix"]["chat"]["num_requests"]
+    assert (total["num_with_targets"], total["by_mix"]["chat"]["deadline_attained"]) == (20, 1.0)
+    assert total["by_class"]["best-effort"]["num_requests"] == total["by_mix"]["chat"]["num_requests"]
+    assert {headers["x-block-objective"] for headers, _ in sent} == {"gold"}
+    stated = [(headers.get("x-block-class"), headers.get("x-block-weight"), headers.get("x-slo-ttft-ms"),
+               body.get("priority")) for headers, body in sent]  # fmt: skip
+    assert set(stated) == {(None, None, None, None), ("real-time", "1.0", "300000.000", 0)}
+    assert "objectives: needs a --mix" in refusal("bench", GOOD, "--model", "m", "--objectives", str(table))
+    table.write_text("[[objective]]\nname = 'silver'\n")
+    error = refusal("bench", GOOD, *flags, "--objectives", str(table))
+    assert "mix[0].objective: 'gold' is no known objective" in error
+
+
 async def sheds_one_tenant_at_first(call: Call) -> None:
     """Shed the first attempts of one tenant, with an exact time; demote another tenant."""
     tenant = call.headers["x-llm-d-inference-fairness-id"]

@@ -124,8 +124,11 @@ def test_other_facts_replace_only_if_asked_to() -> None:
             assert here.driver.registry.find("a") is before
             assert (await here.call("POST", "/instances?replace=true", facts(role="decode")))[0] == 200
             assert (await here.one("a"))["role"] == "decode"
-            assert (await here.call("PUT", "/instances/a", {**facts(), "tier": "fast"}))[0] == 200
+            fast = {"tier": "fast", "tier_tpot_s": 0.05}
+            assert (await here.call("PUT", "/instances/a", {**facts(), **fast}))[0] == 200
             assert (await here.one("a"))["tier"] == "fast"
+            status, body = await here.call("POST", "/instances", {**facts("f"), **fast, "tier_tpot_s": 0.1})
+            assert (status, body["error"]["message"][:12]) == (400, "tier_tpot_s:")
             assert (await here.call("PUT", "/instances/b", facts("a")))[0] == 400
             del (without := facts("c"))["instance_id"]
             assert (await here.call("PUT", "/instances/c%2F1", without))[1]["instance_id"] == "c/1"

@@ -20,7 +20,6 @@ from predictor.config import CONSUMER, PRODUCER, PRODUCER_AND_CONSUMER
 from predictor.gain import ServiceLevels
 from predictor.request import CLASSES, DECODE, PREFILL, SERVE
 from protos.block.v1 import common_pb2, predictor_pb2, scheduler_pb2
-from scheduler.admission.order import turn_named
 from scheduler.candidate import CandidateStatus
 from scheduler.columns import Column
 from scheduler.disaggregation import SERVE_WHOLE, WITHOUT_POOL
@@ -376,14 +375,14 @@ LEG_SENT_BY = {coupled.send_prefill: PREFILL, coupled.await_decode: DECODE, coup
 LEASE_S = 30.0
 
 
-def simulate(script: Script) -> list[tuple[str, float]]:
+def simulate(script: Script) -> list[tuple[str, float, float]]:
     """Run a script through the simulator: forecasts and indicators are the script's, and so is the clock.
 
     Instances that are excluded from all requests are down or leaving, others are too small for some. Return for how
-    long the blocks of prefill legs are predicted to be held.
+    long the blocks of prefill legs are predicted to be held, and how much earlier than first tokens they are due.
     """
     sidecars = [Sidecar(one, script) for one in script.instances]
-    held: list[tuple[str, float]] = []
+    held: list[tuple[str, float, float]] = []
 
     def refresh(self: Simulation, _now_s: float) -> None:
         for row, sidecar in enumerate(sidecars):
@@ -432,7 +431,7 @@ def simulate(script: Script) -> list[tuple[str, float]]:
         leg = LEG_SENT_BY[kernel]
         sidecars[index].reserve(Reply(), None, number, leg)
         if leg == PREFILL:
-            held.append((f"r{number}", round(times_s[-1], 6)))
+            held.append((f"r{number}", round(times_s[-2], 6), round(times_s[-1], 6)))
 
     num = len(script.arrivals)
     work = workload(
@@ -464,7 +463,6 @@ def simulate(script: Script) -> list[tuple[str, float]]:
         core.policy = policy_from(script.policy, script.seed)
         core.random = np.random.default_rng(script.seed).random
         core.rules = script.rules
-        core._turn = turn_named(script.rules.admission_turn)
         for sidecar in sidecars:
             for after_s in sidecar.instance.finishes_s:
                 run.events.schedule(FIRST_S + after_s, CALL, lambda _, sidecar=sidecar: sidecar.finish())
@@ -478,7 +476,7 @@ def in_both(record: Record) -> list[tuple[Any, ...]]:
     for name, kind, *all_details in record.steps:
         details = all_details
         if kind == "Reserve":
-            instance_id, leg, *_, (_, in_s, _) = all_details
+            instance_id, leg, *_, (_, in_s, *_) = all_details
             details = [instance_id, leg, in_s]
         elif kind == "Placed":
             decision = record.decisions[name]
@@ -567,8 +565,8 @@ def assert_simulated_alike(script: Script) -> None:
         assert step == other
     assert record.times_s == pytest.approx(expected.times_s, abs=1e-6)
     legs = [(name, *details) for name, kind, *details in expected.steps if kind == "Reserve"]
-    blocks_held_s = [(name, times[-1]) for name, _, leg, *_, times in legs if leg == PREFILL]
-    assert held == [(name, LEASE_S if seconds < 0 else seconds) for name, seconds in blocks_held_s]
+    of_prefills = [(name, *times[-2:]) for name, _, leg, *_, times in legs if leg == PREFILL]
+    assert held == [(name, LEASE_S if held_s < 0 else held_s, due_s) for name, held_s, due_s in of_prefills]
     held_s = {name: held_s_of(decision) for name, decision in record.decisions.items()}
     assert held_s == pytest.approx(
         {name: held_s_of(decision) for name, decision in expected.decisions.items()}, abs=1e-6

@@ -31,6 +31,7 @@ class RecordingHook:
         """Share the running instances with other hooks, as they outlive a hook."""
         self.running = running
         self.actions: list[pb.Action] = []
+        self.role = ""  # of all instances
         self.before: Callable[[], None] = lambda: None
         self.after: Callable[[], None] = lambda: None
 
@@ -44,10 +45,7 @@ class RecordingHook:
         if action.kind == pb.ACTION_KIND_START:
             names = [f"{action.action_id}-{number}" for number in range(action.num_instances)]
             self.running.update(names)
-            reply.instances.extend(
-                common_pb2.Instance(instance_id=name, engine_url="http://127.0.0.1:1", sidecar_address="127.0.0.1:1")
-                for name in names
-            )
+            reply.instances.extend(self._instance(name) for name in names)
         else:
             self.running.difference_update(action.instance_ids)
         self.after()
@@ -55,10 +53,12 @@ class RecordingHook:
 
     async def instances(self) -> list[common_pb2.Instance] | None:
         """Return the running instances."""
-        return [
-            common_pb2.Instance(instance_id=name, engine_url="http://127.0.0.1:1", sidecar_address="127.0.0.1:1")
-            for name in sorted(self.running)
-        ]
+        return [self._instance(name) for name in sorted(self.running)]
+
+    def _instance(self, name: str) -> common_pb2.Instance:
+        return common_pb2.Instance(
+            instance_id=name, engine_url="http://127.0.0.1:1", sidecar_address="127.0.0.1:1", role=self.role
+        )
 
     def fixed_choice(self, instance_ids: list[str], num: int) -> list[str] | None:
         """Return None: any instance may be removed."""

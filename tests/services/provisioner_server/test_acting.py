@@ -21,6 +21,8 @@ from scheduler.provisioning.pool_state import ScalingTarget
 from services.instances.instance import instances_from_file
 from services.provisioner_server.journal import Journal, entries
 from services.provisioner_server.lease import FileLease
+from services.provisioner_server.roster import Roster
+from services.provisioner_server.service import ProvisionerService
 from services.provisioner_server.sidecars import Condition
 from tests.services.provisioner_server.acting import DeathError, RecordingHook, dying, failing, leader
 from tests.services.waiting import wait_until
@@ -95,6 +97,42 @@ def test_after_a_crash_a_called_action_is_waited_for(tmp_path: Path) -> None:
 
     asyncio.run(test())
     assert states(tmp_path, "default-1")[-1] == "done"
+
+
+def test_the_role_that_a_hook_reports_is_in_the_list_of_instances(tmp_path: Path) -> None:
+    """Of those that it started, and of those that it only found; a role that a roster of before has not is both."""
+
+    async def test() -> None:
+        hook = RecordingHook({"found"})
+        hook.role = "decode"
+        one = leader(tmp_path, hook)
+        await ticks(one, 4)
+        roles = {each.instance_id: each.role for each in instances_from_file(str(tmp_path / "instances.json"))}
+        assert roles == {"default-1-0": "decode", "found": "decode"}
+        (status,) = (await ProvisionerService(one._pool, one).Status(pb.StatusRequest(), None)).pools  # type: ignore[arg-type]
+        assert {each.role for each in status.instances} == {"decode"}
+        assert {member.role for member in Roster(tmp_path / "roster.json", tmp_path / "i.json")} == {"decode"}
+
+    asyncio.run(test())
+
+
+def test_prefill_instances_are_refused_with_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """An action that started some fails for good, and those that are only found do not join the pool."""
+
+    async def test() -> None:
+        hook = RecordingHook({"found"})
+        hook.role = "prefill"
+        one = leader(tmp_path, hook)
+        await ticks(one, 2)
+        assert list(one.roster()) == []
+        (failed, *_) = [one.action for one in entries(tmp_path / "journal.jsonl") if "failed:" in one.action.why]
+        assert failed.state == pb.ACTION_STATE_FAILED
+        assert failed.why.endswith("block instances add --role prefill)")
+
+    asyncio.run(test())
+    refused = [vars(record)["fields"] for record in caplog.records if record.getMessage() == "instance refused"]
+    assert [one["instance"] for one in refused].count("found") == 1
+    assert refused[0]["reason"].startswith("role: a provisioner runs no prefill instances; start them without it")
 
 
 def test_only_one_of_two_acts(tmp_path: Path) -> None:

@@ -98,6 +98,22 @@ def test_a_conflict_reads_the_scale_again(monkeypatch: pytest.MonkeyPatch) -> No
     run(test)
 
 
+def test_the_role_of_a_pod_is_that_of_its_label() -> None:
+    """With llm-d's words, as schedulers read it; one that is none is passed on, and the pool refuses it."""
+
+    async def test() -> None:
+        cluster = Cluster(replicas=4)
+        cluster.settle()
+        for name, label in zip(engines(4), ("decode", "encode-prefill-decode", "cook", None), strict=True):
+            if label is not None:
+                cluster.pods[name]["metadata"]["labels"]["llm-d.ai/role"] = label
+        async with scaling(cluster) as (hook, _):
+            await until_names(hook, *engines(4))
+            assert [one.role for one in await hook.instances() or []] == ["decode", "both", "cook", ""]
+
+    run(test)
+
+
 def test_the_marked_pod_is_removed() -> None:
     """A Deployment's controller removes the pod with the lowest deletion cost first."""
 

@@ -12,6 +12,7 @@ import pytest
 
 from protos.block.v1 import provisioner_pb2 as pb
 from scheduler.provisioning.tier_planner import TierPlanner
+from services.cli.provision import _tier_line
 from services.instances.instance import instances_from_file
 from services.provisioner_server.journal import entries
 from services.provisioner_server.leader import Leader
@@ -102,6 +103,32 @@ def test_waiting_requests_start_an_instance_where_the_pool_is_empty(tmp_path: Pa
         assert len(running) == 3
 
     asyncio.run(test())
+
+
+def test_a_tier_whose_bound_no_instance_keeps_is_logged_once_and_shown(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With the shortest step of the instances; a bound that some instance keeps is not."""
+
+    async def test() -> None:
+        one = tier_leader(tmp_path, set())
+        service = ProvisionerService(one._pool, one)
+        (status,) = (await service.Status(pb.StatusRequest(), None)).pools  # type: ignore[arg-type]
+        assert not any(tier.HasField("shortest_step_s") for tier in status.tiers)
+        one._sidecars.condition = Condition(is_ready=True, num_requests=0, alone_step_s=0.05)
+        await ticks(one, 6)
+        assert {tier for tier, *_ in listed(tmp_path).values()} == {""}
+        (status,) = (await service.Status(pb.StatusRequest(), None)).pools  # type: ignore[arg-type]
+        strict, loose = map(_tier_line, status.tiers)
+        assert strict == (
+            "  tier strict, 20 ms: 0 instances, 0 pending, 0 requests wait; no instance can keep this bound: the "
+            "shortest step takes 50 ms"
+        )
+        assert loose == "  tier loose, 100 ms: 0 instances, 0 pending, 0 requests wait"
+
+    asyncio.run(test())
+    logged = [record for record in caplog.records if record.getMessage().startswith("no instance can keep the bound")]
+    assert [vars(record)["fields"]["tier"] for record in logged] == ["strict"]
 
 
 @pytest.mark.parametrize("moment", ["before", "after"])

@@ -116,6 +116,28 @@ def test_a_caller_with_a_deadline_gets_a_decision_in_time() -> None:
     run(test)
 
 
+def test_a_caller_with_less_time_than_the_policy_holds_requests_is_warned_of_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Its requests are refused or placed too early; the line says which time its gateway needs."""
+
+    async def test() -> None:
+        for policy, wait_s, needed in (
+            ("slo: hold_s = 0.01", 50.0, "75"), ("hold", 5.0, "12.5"), ("hold", 12.5, ""), ("block", 20.0, ""),
+        ):  # fmt: skip
+            caplog.clear()
+            async with sidecars("a") as stubs, scheduler(stubs, policy=policy, sidecar_deadline_s=0.05) as client:
+                await client.decide()
+                assert not caplog.records, "it has no deadline"
+                for _ in range(2):
+                    message = scheduler_pb2.ScheduleRequest(request=client.request())
+                    await client.stub.Schedule(message, timeout=wait_s)
+                warned = [one.fields for one in caplog.records if "less time than the policy holds" in one.message]
+                assert [one["set_in_gateway"] for one in warned] == ([f"--schedule-s {needed}"] if needed else [])
+
+    run(test)
+
+
 def test_a_full_queue_releases_its_first_request() -> None:
     """The queue is bounded, and no request is refused."""
 

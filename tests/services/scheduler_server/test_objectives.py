@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -91,6 +91,28 @@ def test_a_name_gives_what_the_request_does_not_say(table: str) -> None:
                 assert (told.objective, told.request_class, told.priority, told.weight) == ("", REAL, 2, 3.0)
                 assert (told.slo.ttft_s, told.slo.tpot_s) == (0.5, 0.1)
             assert (decision.objective.priority, decision.objective.slo.ttft_s, decision.demoted) == (2, 0.5, False)
+
+    run(test)
+
+
+def test_a_policy_that_ignores_when_late_is_warned_of_once(table: str, caplog: pytest.LogCaptureFixture) -> None:
+    """At the start where the table has it, or with the first request that asks for it."""
+
+    async def test() -> None:
+        late = common_pb2.WHEN_LATE_SHED
+        for policy, settings, at_start, then in (
+            ("block", {"objectives": table}, 1, 1), ("block", {}, 0, 1), ("slo: hold_s = 0.01", {"objectives": table}, 0, 0),
+        ):  # fmt: skip
+            caplog.clear()
+            async with sidecars("a") as stubs, scheduler(stubs, policy=policy, **settings) as client:
+                warned = [one for one in caplog.records if one.message == "policy ignores when_late"]
+                assert len(warned) == at_start
+                await client.decide(client.request())
+                for _ in range(2):
+                    with suppress(grpc.RpcError):  # `slo` reads it: no instance admits the request
+                        await client.decide(client.request(when_late=late))
+                warned = [one for one in caplog.records if one.message == "policy ignores when_late"]
+                assert len(warned) == then
 
     run(test)
 
@@ -218,7 +240,7 @@ def test_a_demoted_request_is_best_effort_for_sidecar_and_engine(table: str, tmp
             assert (asked.request_class, asked.HasField("slo"), asked.priority) == (BEST, False, 9)
             body = behind[0].bodies[0]
             assert body["vllm_xargs"] == {"block_mine": "x", "block_class": "best-effort", "block_client_id": "c"}
-            assert body["priority"] == 9
+            assert "priority" not in body
             assert client.count("block_scheduler_demoted_total") == 2
 
     run(test)
@@ -228,12 +250,13 @@ def test_a_demoted_request_is_best_effort_for_sidecar_and_engine(table: str, tmp
     assert line["decision"]["demoted"] is True
 
 
-def test_an_engine_is_told_what_a_stream_asks_for(table: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the client set for the engine itself has precedence."""
+@pytest.mark.parametrize("passes", [False, True])
+def test_an_engine_is_told_what_a_stream_asks_for(table: str, monkeypatch: pytest.MonkeyPatch, *, passes: bool) -> None:
+    """What the client set for the engine itself has precedence; an objective's priority is passed where that is set."""
     monkeypatch.setattr("services.http.engine_arguments.LONG_WAIT_S", math.inf)  # otherwise less of the target is left
 
     async def test() -> None:
-        async with cluster(1, objectives=table) as (client, _, behind):
+        async with cluster(1, objectives=table, pass_objective_priority=passes) as (client, _, behind):
             request = client.request(objective="chat", max_tokens=9, output_tokens=None)
             await client.generate(request=request)
             message = scheduler_pb2.GenerateRequest(request=request, prompt="Tell me")
@@ -242,7 +265,9 @@ def test_an_engine_is_told_what_a_stream_asks_for(table: str, monkeypatch: pytes
             told = {"block_class": "real-time", "block_ttft_s": 0.5, "block_tpot_s": 0.05, "block_weight": 3.0}
             assert behind[0].bodies[0]["vllm_xargs"] == told
             assert behind[0].bodies[1]["vllm_xargs"] == {**told, "block_weight": 7.5}
-            assert [body["priority"] for body in behind[0].bodies] == [2, 2]
+            assert [body.get("priority") for body in behind[0].bodies] == [2 if passes else None] * 2
+            await client.generate(request=client.request(objective="chat", priority=4, output_tokens=None))
+            assert behind[0].bodies[-1]["priority"] == 4
 
     run(test)
 

@@ -17,9 +17,9 @@ def key(text: str, name: str = "", **fields: Any) -> str:
     return table("key", name=name or text, sha256=digest_of(text), **fields)
 
 
-def tenant(name: str, **limits: int) -> str:
-    """Write the table of a tenant."""
-    return table("tenant", name=name, **limits)
+def tenant(name: str, **fields: float) -> str:
+    """Write the table of a tenant, with its limits and its weight."""
+    return table("tenant", name=name, **fields)
 
 
 def table(kind: str, **fields: Any) -> str:

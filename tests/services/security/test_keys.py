@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from services.cli import block
+from services.placement.settings import SchedulerSettings
 from services.security.access_metrics import AccessMetrics
-from services.security.key_file import KeyFile, keys_from_file, keys_in
+from services.security.key_file import KeyFile, keys_from_file, keys_in, tenant_weights_from_file
 from services.security.keys import KeyHolder, UsageLimits, digest_of, new_key, plain_keys
 from services.security.own_key import OwnKey
 from services.security.roles import Role
@@ -82,9 +83,40 @@ BAD_FILES = (
     (key("x", "a") + key("y", "a"), "key[1].name: 'a' is there twice"),
     (key("x", "a") + key("x", "b"), "key: 'a' and 'b' have the same sha256"),
     (key("x", "a") + tenant("b", max_requests=1), "tenant[0].name: no key has the tenant 'b'"),
-    (key("x", "a") + tenant("a"), "tenant[0].name: the tenant needs a limit"),
+    (key("x", "a") + tenant("a"), "tenant[0].name: the tenant needs a weight, or a limit"),
+    (key("x", "a") + tenant("a", weight=0), "tenant[0].weight: must be a number above 0"),
     (key("x", "a") + tenant("a", models=3), "tenant[0].models: is no known field"),
 )
+
+
+def test_tenants_have_weights(tmp_path: Path) -> None:
+    """A key file has them, or a file without keys; a tenant without a weight has that of all others."""
+    tables = (tenant("team", weight=2.5), tenant("other", max_requests=3))
+    for more in ((), (key("secret-a", "alice", tenant="team"), key("secret-b", "other"))):
+        path = write_keys(tmp_path / "keys.toml", *more, *tables)
+        assert tenant_weights_from_file(path) == {"team": 2.5, "other": 1.0}
+        rules = SchedulerSettings(admission_turn="fair", tenants=path).rules()
+        assert rules.tenant_weights == {"team": 2.5, "other": 1.0}
+    assert tenant_weights_from_file(write_keys(tmp_path / "keys.toml", key("x", "a"))) == {}
+    assert SchedulerSettings().rules().tenant_weights == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (tenant("a", weight=-1), "tenant[0].weight: must be a number above 0"),
+        (tenant("a", weihgt=1), "tenant[0].weihgt: is no known field; did you mean weight?"),
+        ("", "tenant: must be a list of tables"),
+        ("a = secret", "is not TOML: write a table [[tenant]] with name and weight"),
+    ],
+)
+def test_bad_files_of_tenants(text: str, message: str, tmp_path: Path) -> None:
+    """The error is one line that names the setting, the file and the field."""
+    path = write_keys(tmp_path / "tenants.toml", text)
+    with pytest.raises(ValueError, match="^tenants: /") as refused:
+        SchedulerSettings(tenants=path)
+    assert message in str(refused.value)
+    assert "secret" not in str(refused.value)
 
 
 @pytest.mark.parametrize(("text", "message"), BAD_FILES)
