@@ -401,7 +401,7 @@ class Decision:
         return self.comparison.is_admitted
 
     @property
-    def is_promised(self) -> bool:
+    def is_admitted_in_time(self) -> bool:
         """Whether the policy keeps deadlines, and the chosen instance keeps those of the request by forecast."""
         admission = self.admission
         return admission is not None and not admission.is_patient and self.policy.keeps_deadlines and self.is_admitted

@@ -102,7 +102,10 @@ class Simulation:
             self._session_ids = [str(one) if one >= 0 else "" for one in self.work.session.tolist()]
         self._has_fresh_indicators = self.conditions.has_fresh_indicators
         self._no_hits = np.zeros(len(self.specs)) if lengths.num_contents == 0 else None
-        names = ("instance", "scheduler", "num_sends", "promised", "predicted_ttft_s", "predicted_e2e_s", "decided_s")
+        names = (
+            "instance", "scheduler", "num_sends", "admitted_in_time",
+            "predicted_ttft_s", "predicted_e2e_s", "decided_s",
+        )  # fmt: skip
         self.columns = tuple(np.asarray(self.decisions[name]) for name in names)
 
     def run(self, progress: Callable[[int], bool | None] | None = None) -> RunResult:
@@ -353,9 +356,9 @@ class Simulation:
     def _send(self, decision: Decision, reserve: Reserve, which: int, now_s: float) -> None:
         """Reserve a request at an instance; the next refresh sends it."""
         number, index, conditions = decision.request.number, reserve.row, self.conditions
-        instances, schedulers, num_sends, promised, predicted_ttft_s, predicted_e2e_s, decided_s = self.columns
+        instances, schedulers, num_sends, admitted_in_time, predicted_ttft_s, predicted_e2e_s, decided_s = self.columns
         instances[number], schedulers[number], decided_s[number] = index, which, now_s
-        promised[number] = decision.is_promised
+        admitted_in_time[number] = decision.is_admitted_in_time
         num_sends[number] += 1
         if self._needs_forecast:
             best = decision.comparison.position

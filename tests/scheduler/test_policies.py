@@ -412,7 +412,7 @@ def test_what_nobody_knows_never_wins(name: str) -> None:
         "step_overhead_s",
     )  # the last two as on other instances
     reported = {need: [None, 5.0, 5.0] for need in needs if need not in assumed}
-    at_risk = [need for need in reported if require_indicator(need).otherwise != 0.0]  # no promise known is no promise
+    at_risk = [need for need in reported if require_indicator(need).otherwise != 0.0]  # unknown is 0 for others
     assert at_risk
     for missing in at_risk:
         columns = {need: [5.0, 5.0, 5.0] for need in reported} | {missing: reported[missing]}
