@@ -22,11 +22,11 @@ from scheduler.admission.order import (
 )
 from scheduler.admission.queue import (
     ASK_AGAIN_S,
-    PATIENT_ASK_AGAIN_S,
+    BACKGROUND_ASK_AGAIN_S,
     AdmissionQueue,
     Order,
     RecentRefusals,
-    is_patient,
+    is_background,
 )
 from scheduler.admission.shares import ClassShares
 from scheduler.candidates import Candidates
@@ -270,7 +270,8 @@ class SchedulerCore:
         if ids is not self._refusals_of:
             self._refusals, self._refusals_of = {}, ids
         if lane not in self._refusals:
-            self._refusals[lane] = RecentRefusals(len(ids), PATIENT_ASK_AGAIN_S if is_patient(lane) else ASK_AGAIN_S)
+            ask_again_s = BACKGROUND_ASK_AGAIN_S if is_background(lane) else ASK_AGAIN_S
+            self._refusals[lane] = RecentRefusals(len(ids), ask_again_s)
         return self._refusals[lane]
 
     def admitted(self, request: PlacementRequest, now_s: float) -> None:

@@ -73,7 +73,7 @@ class Decision:
         self.comparison, self._asked = self._compares(self.policy, self.core.instances), None
         self.comparison.leg = self.request.leg
         if self.admission is not None:
-            self.comparison.is_patient = self.admission.is_patient
+            self.comparison.is_background = self.admission.is_background
 
     # Events.
 
@@ -87,7 +87,7 @@ class Decision:
                 admission.defer_if_long(self._known(now_s), now_s)
             except (ValueError, NoInstanceError) as error:
                 return self._shed(error, now_s)
-        self.comparison.is_patient = admission.is_patient
+        self.comparison.is_background = admission.is_background
         return self._wait(now_s) if admission.is_behind_others else self._attempt(now_s)
 
     def answers(self, answers: Mapping[str, Answer], now_s: float) -> Intention:
@@ -228,8 +228,8 @@ class Decision:
             until = self._until()
             self._has_verdicts = until != TO_THE_END
             with_delays = self.policy.needs_delays
-            is_patient = until in (OTHERS_KEPT, OTHERS_KEPT_AND_START)
-            min_slack_s = self.policy.min_slack_s[self.request.indicators.late] if is_patient else 0.0
+            is_background = until in (OTHERS_KEPT, OTHERS_KEPT_AND_START)
+            min_slack_s = self.policy.min_slack_s[self.request.indicators.late] if is_background else 0.0
             self._asked = Ask(shortlisted, others, with_delays, comparison.leg, comparison.in_s, until, min_slack_s)
             return self._asked
         comparison.compared = shortlisted
@@ -241,10 +241,10 @@ class Decision:
         if self.request.dry_run:
             return TO_THE_END
         if admission is None:
-            return self.policy.until(patient=False)
+            return self.policy.until(background=False)
         if objective.when_late == SHED_LATE or (objective.is_best_effort and not admission.may_wait):
             return TO_THE_END
-        return self.policy.until(patient=admission.is_patient)
+        return self.policy.until(background=admission.is_background)
 
     def _rank(self, now_s: float) -> None:
         """Score the forecasts that arrived, and keep what an explanation needs."""
@@ -403,8 +403,8 @@ class Decision:
     @property
     def is_admitted_in_time(self) -> bool:
         """Whether the policy keeps deadlines, and the chosen instance keeps those of the request by forecast."""
-        admission = self.admission
-        return admission is not None and not admission.is_patient and self.policy.keeps_deadlines and self.is_admitted
+        has_deadlines = self.admission is not None and not self.admission.is_background
+        return has_deadlines and self.policy.keeps_deadlines and self.is_admitted
 
     @property
     def explanation(self) -> Explanation:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 FINISHED = INDEX_OF["num_finished_total"]
 # Maximum wait for an instance where no other request would miss a deadline: of best effort, and of late requests under
 # overload; then of late requests without overload. For late requests it starts at their own deadline.
-MAX_PATIENT_S, MAX_LATE_S = 60.0, 10.0
+MAX_BACKGROUND_WAIT_S, MAX_LATE_S = 60.0, 10.0
 CACHED_SHARE = 0.2  # of a prompt: an instance that has more of it may admit a request although it refused the last one
 
 
@@ -50,7 +50,7 @@ class NextStep(Enum):
 class AdmissionWait:
     """The wait of one request, by a policy that holds requests; it starts before the request joins the queue.
 
-    A patient request is best effort, late already, or deferred: it must not make others miss a deadline.
+    A background request is best effort, late already, or deferred: it must not make others miss a deadline.
     """
 
     queue: AdmissionQueue | None = None  # while it waits there, or tries between two waits
@@ -72,8 +72,8 @@ class AdmissionWait:
         self._policy = policy
         self.number = request.number
         self._due_s = request.indicators.due_s  # also when the deadlines are given up
-        self.is_patient = request.objective.is_best_effort
-        self._lane = lane_of(request.indicators.tpot_slo_s, patient=self.is_patient)
+        self.is_background = request.objective.is_best_effort
+        self._lane = lane_of(request.indicators.tpot_slo_s, background=self.is_background)
 
     # Whether it is deferred.
 
@@ -86,7 +86,7 @@ class AdmissionWait:
         is_new = request.leg == SERVE and not request.excluded
         has_deadlines = self._due_s < math.inf and request.objective.when_late == SERVE_LATE
         defers = self._policy.long > 0 and self._core.defers and self._late_work.is_overload(now_s)
-        return defers and is_new and has_deadlines and not self.is_patient
+        return defers and is_new and has_deadlines and not self.is_background
 
     def defer_if_long(self, known: Candidates, now_s: float) -> None:
         """Give up the deadlines of a request that takes long, where work is late."""
@@ -135,11 +135,11 @@ class AdmissionWait:
     def worth_asking(self, known: Candidates, now_s: float) -> Candidates | None:
         """Return the instances that may admit the request now; None where it waits without asking any."""
         self._asks_all = True
-        if self.may_wait and self.is_patient and self._yields(known):
+        if self.may_wait and self.is_background and self._yields(known):
             return None
         if not (self.may_wait and len(known) and now_s < self._latest_s):  # one that may be late asks all
             return known
-        if not self.is_patient:
+        if not self.is_background:
             known = self._policy.eligible(known)
         worth = self._without_refusals(known, now_s)
         self._asks_all = len(worth) == len(known)
@@ -204,7 +204,7 @@ class AdmissionWait:
             self.refused_because = LATE
             return NextStep.REFUSE
         self._became_late(now_s)
-        comparison.is_patient = True
+        comparison.is_background = True
         comparison.forget_targets(self._request.indicators)
         assert comparison.compared is not None
         return NextStep.WAIT if self.may_wait and self._yields(comparison.compared) else NextStep.SCORE_AGAIN
@@ -219,7 +219,7 @@ class AdmissionWait:
 
     def _is_late(self, compared: Candidates, now_s: float) -> bool:
         """Whether the request's deadlines cannot be kept any more, as far as `latest_start_s` knows."""
-        return self._policy.keeps_deadlines and not self.is_patient and now_s >= self._latest_start_s(compared)
+        return self._policy.keeps_deadlines and not self.is_background and now_s >= self._latest_start_s(compared)
 
     def _latest_start_s(self, compared: Candidates | None) -> float:
         return latest_start_s(self._core, self._request, compared, asked_all=self._asks_all)
@@ -236,9 +236,9 @@ class AdmissionWait:
         self.gave_up = why
         if self._request.objective.when_late == DEMOTE:
             self._demote()
-        self.is_patient = True
+        self.is_background = True
         self._forget_targets()
-        self._lane = lane_of(self._request.indicators.tpot_slo_s, patient=True)
+        self._lane = lane_of(self._request.indicators.tpot_slo_s, background=True)
 
     def _demote(self) -> None:
         """Make the request best effort without deadlines."""
@@ -266,7 +266,7 @@ class AdmissionWait:
 
     def note_latest_start(self, compared: Candidates | None) -> None:
         """Store when the request may become too late, by the instances on which it was compared if there are any."""
-        if self.is_patient or not self._policy.keeps_deadlines:
+        if self.is_background or not self._policy.keeps_deadlines:
             self._latest_s = math.inf
         elif compared is not None or self._latest_s == math.inf:
             self._latest_s = self._latest_start_s(compared)
@@ -277,9 +277,9 @@ class AdmissionWait:
         `refused` are the instances that have just refused it.
         """
         core, request, queue = self._core, self._request, self.queue
-        if not self.is_patient and self._due_s < math.inf:
+        if not self.is_background and self._due_s < math.inf:
             self._late_work.waits(now_s)
-        if queue is not None and refused is not None and not self.is_patient:
+        if queue is not None and refused is not None and not self.is_background:
             self._pass_turn(queue, rows_of(refused))
         self.passing = None
         if queue is None:
@@ -346,9 +346,9 @@ class AdmissionWait:
         if self._policy.keeps_deadlines:
             until_due_s = max(0.0, self._due_s - request.arrived_s)
             if self._is_best_effort:
-                hold_s = MAX_PATIENT_S
-            elif self.is_patient:
-                hold_s = until_due_s + (MAX_PATIENT_S if self._late_work.is_overload(now_s) else MAX_LATE_S)
+                hold_s = MAX_BACKGROUND_WAIT_S
+            elif self.is_background:
+                hold_s = until_due_s + (MAX_BACKGROUND_WAIT_S if self._late_work.is_overload(now_s) else MAX_LATE_S)
             elif until_due_s < math.inf:
                 hold_s = max(hold_s, until_due_s)
         return request.arrived_s + min(hold_s, request.patience_s)

@@ -239,7 +239,7 @@ POLICIES = {
             ),
         },
         hold=f"{deadlines.ADMITS} and {deadlines.WITH_SHORT_QUEUE}",
-        harmless=f"{deadlines.HARMLESS} and {deadlines.PATIENT_WITH_SHORT_QUEUE} and {deadlines.LEAVES_SLACK}",
+        harmless=f"{deadlines.HARMLESS} and {deadlines.BACKGROUND_WITH_SHORT_QUEUE} and {deadlines.LEAVES_SLACK}",
         eligible=deadlines.ELIGIBLE,
         least_slack=("slack", "late_slack"),
         prefill=EARLIEST_PREFILL,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from scheduler.admission.wait import MAX_PATIENT_S
+from scheduler.admission.wait import MAX_BACKGROUND_WAIT_S
 from scheduler.core import SchedulerCore
 from scheduler.policy import Policy
 
@@ -18,7 +18,7 @@ def longest_wait_s(policy: Policy) -> float:
     """Return how long a policy holds a request at most; 0 where it holds none."""
     if not policy.holds:
         return 0.0
-    return max(policy.hold_s, MAX_PATIENT_S) if policy.keeps_deadlines else policy.hold_s
+    return max(policy.hold_s, MAX_BACKGROUND_WAIT_S) if policy.keeps_deadlines else policy.hold_s
 
 
 def schedule_s_of(policy: Policy) -> float:

@@ -243,7 +243,7 @@ def test_an_instance_that_admits_the_whole_request_has_not_refused() -> None:
     world.decode = lambda _name, in_s: forecast(in_s + 3.0, queue_s=in_s + 0.9, ttft_s=in_s + 1.0)
     decision, _ = world.decide()
     assert decision.placement.legs[0].kind == SERVE
-    assert world.core.refusals(lane_of(math.inf, patient=False)).worth_asking(np.zeros(1), 0.02, np.array([0])).all()
+    assert world.core.refusals(lane_of(math.inf, background=False)).worth_asking(np.zeros(1), 0.02, np.array([0])).all()
 
 
 @pytest.mark.parametrize(
