@@ -260,7 +260,7 @@ class Simulation:
             indicators=indicators,
             any_model=True,
             arrived_s=self._arrival_s[number],
-            patience_s=self._patience_s(number, now_s),
+            max_wait_s=self._max_wait_s(number, now_s),
             objective=levels.objectives[number],
             client_id=levels.tenants[number],
             session_id=self._session_ids[number] if self._session_ids else "",
@@ -269,10 +269,10 @@ class Simulation:
         if self._prepare(decision, which, now_s):
             self._drive(decision, decision.start(now_s), which, now_s)
 
-    def _patience_s(self, number: int, now_s: float) -> float:
+    def _max_wait_s(self, number: int, now_s: float) -> float:
         """Return how long after the arrival the caller waits for a decision that starts now."""
-        patience_s = self.conditions.patience_s
-        return math.inf if patience_s is None else now_s - self._arrival_s[number] + patience_s
+        max_wait_s = self.conditions.max_wait_s
+        return math.inf if max_wait_s is None else now_s - self._arrival_s[number] + max_wait_s
 
     def _wake(self, what: tuple[int, Decision], now_s: float) -> None:
         """Tick a decision that waits, unless it was ticked earlier."""

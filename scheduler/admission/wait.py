@@ -351,4 +351,4 @@ class AdmissionWait:
                 hold_s = until_due_s + (MAX_BACKGROUND_WAIT_S if self._late_work.is_overload(now_s) else MAX_LATE_S)
             elif until_due_s < math.inf:
                 hold_s = max(hold_s, until_due_s)
-        return request.arrived_s + min(hold_s, request.patience_s)
+        return request.arrived_s + min(hold_s, request.max_wait_s)

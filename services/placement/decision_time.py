@@ -26,7 +26,7 @@ def schedule_s_of(policy: Policy) -> float:
     return max(DECIDE_S, HOLD_RATIO * longest_wait_s(policy))
 
 
-def patience_s(left_s: float | None, sidecar_deadline_s: float) -> float:
+def max_wait_s(left_s: float | None, sidecar_deadline_s: float) -> float:
     """Return how long a request may be held so that its caller, whose deadline is in `left_s`, still gets the reply."""
     if left_s is None:
         return math.inf
@@ -51,6 +51,6 @@ class DecisionTime:
         """Return the maximum time of a decision by the present policy."""
         return schedule_s_of(self.core.policy) if self.given_s is None else self.given_s
 
-    def patience_s(self) -> float:
+    def max_wait_s(self) -> float:
         """Return how long a request may be held within it."""
-        return patience_s(self.within_s(), self.sidecar_deadline_s)
+        return max_wait_s(self.within_s(), self.sidecar_deadline_s)

@@ -247,7 +247,7 @@ def promises(draw: Any, *, roles: bool = False, callers_leave: bool = False) -> 
             reservations={name: [Reply(after_s=after_s(9))] for name in names},
             client_id=draw(st.sampled_from(("x", "x", "y"))),
             session_id=draw(st.sampled_from(("", "1", "1", "2"))),
-            patience_s=draw(st.sampled_from((0.01, 0.2, math.inf))) if callers_leave else math.inf,
+            max_wait_s=draw(st.sampled_from((0.01, 0.2, math.inf))) if callers_leave else math.inf,
             objective=Objective(
                 request_class=request_class,
                 slo=slo if request_class == REAL_TIME else Slo(),

@@ -94,7 +94,7 @@ class Arrival:
     objective: Objective = NO_OBJECTIVE
     client_id: str = ""
     session_id: str = ""
-    patience_s: float = math.inf
+    max_wait_s: float = math.inf
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -455,7 +455,7 @@ class ReferenceDriver:
                 objective=arrival.objective,
                 client_id=arrival.client_id,
                 session_id=arrival.session_id,
-                patience_s=arrival.patience_s,
+                max_wait_s=arrival.max_wait_s,
             )
         )
         process = self._process(decision, number)

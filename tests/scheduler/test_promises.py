@@ -303,18 +303,18 @@ def test_a_late_request_leaves_others_some_slack() -> None:
 def test_a_late_request_waits_while_others_would_miss_deadlines_everywhere() -> None:
     """In a lane of its own, for as long as the caller allows; then the best instance gets it."""
     core = deadline_core()
-    patience_s = MAX_LATE_S / 2
-    decision, ask = late(core, SERVE_LATE, patience_s=patience_s)
+    max_wait_s = MAX_LATE_S / 2
+    decision, ask = late(core, SERVE_LATE, max_wait_s=max_wait_s)
     wait = answered(decision, ask, harmful="ab")
     assert isinstance(wait, Wait)
     queue = core.queue("")
     assert queue is not None
     assert queue.lane_of(decision.admission.number) == lane_of(math.inf, background=True)
-    assert queue.deadline_s(decision.admission.number) == NOW_S + patience_s
+    assert queue.deadline_s(decision.admission.number) == NOW_S + max_wait_s
     strict, ask = place(core)
     assert isinstance(ask, Ask), "requests that can still be in time do not wait behind it"
     assert admit(strict, answered(strict, ask, attained="a")) == "a"
-    now_s = NOW_S + patience_s
+    now_s = NOW_S + max_wait_s
     assert admit(decision, answered(decision, decision.tick(now_s), now_s, harmful="ab"), now_s) == "a"
     assert not decision.is_admitted
 
@@ -415,7 +415,7 @@ def test_best_effort_gets_its_share() -> None:
 def test_best_effort_is_shed_when_it_may_wait_no_longer() -> None:
     """It is not placed where others would miss deadlines."""
     core = deadline_core()
-    decision, ask = place_best_effort(core, patience_s=2.0)
+    decision, ask = place_best_effort(core, max_wait_s=2.0)
     answered(decision, ask, harmful="ab")
     ask = decision.tick(NOW_S + 2.0)
     assert shed_because(answered(decision, ask, NOW_S + 2.0, harmful="ab")) == TIMEOUT
@@ -423,10 +423,10 @@ def test_best_effort_is_shed_when_it_may_wait_no_longer() -> None:
 
 
 @pytest.mark.parametrize(("when_late", "outcome"), [(SERVE_LATE, ""), (DEMOTE, ""), (SHED, TIMEOUT)])
-def test_a_caller_without_patience_gets_an_answer_before_the_request_is_late(when_late: str, outcome: str) -> None:
+def test_a_caller_that_leaves_soon_gets_an_answer_before_the_request_is_late(when_late: str, outcome: str) -> None:
     """The best instance, or a refusal."""
     core = deadline_core()
-    decision, ask = place(core, when_late=when_late, patience_s=0.2)
+    decision, ask = place(core, when_late=when_late, max_wait_s=0.2)
     assert isinstance(answered(decision, ask), Wait)
     ask = decision.tick(NOW_S + 0.2)
     intention = answered(decision, ask, NOW_S + 0.2)
