@@ -29,7 +29,7 @@ class RequestIndicators:
     tag_tokens: float = math.nan
     due_s: float = math.inf
     tpot_slo_s: float = math.inf
-    late: int = 0  # 1: it gave up its deadlines, as they cannot be kept or it takes long under overload
+    late: int = 0  # 1: it dropped its deadlines, as they cannot be kept or it takes long under overload
     prefix_class: Hashable = None
     adapter: int = NO_ADAPTER  # `predictor.request.adapter_number`
 

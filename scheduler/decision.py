@@ -166,9 +166,9 @@ class Decision:
         )
 
     @property
-    def gave_up(self) -> str:
-        """Why the request gave up its deadlines, `late` or `deferred`; empty where it did not."""
-        return "" if self.admission is None else self.admission.gave_up
+    def deadlines_dropped(self) -> str:
+        """Why the request dropped its deadlines, `late` or `deferred`; empty where it did not."""
+        return "" if self.admission is None else self.admission.deadlines_dropped
 
     @property
     def wait_until_s(self) -> float:

@@ -1,7 +1,7 @@
-"""How much of the work is late, and which requests give up their deadlines so that few of them are late.
+"""How much of the work is late, and which requests drop their deadlines so that few of them are late.
 
 An overload makes some work late. The fewest requests are late if they are the longest ones (Moore and Hodgson 1968).
-These give up their deadlines when they arrive: if they waited until they are late, they would delay others until then.
+These drop their deadlines when they arrive: if they waited until they are late, they would delay others until then.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from scheduler.admission.shares import left_after
 
-DEFERRED = "deferred"  # why a request gave up its deadlines, where it is not late itself
+DEFERRED = "deferred"  # why a request dropped its deadlines, where it is not late itself
 OVERLOAD_S = 10.0  # how long an overload lasts after a request had to wait that was not late
 MIN_ARRIVALS, MAX_ARRIVALS = 32, 512  # among which the longest requests are found
 FOUND_FOR_ARRIVALS, FOUND_FOR_S = 8, 1.0  # after which the longest requests are found again
@@ -63,7 +63,7 @@ class LateWork:
         self._waited_s = -math.inf
 
     def arrived(self, lane: int, work_s: float, now_s: float, *, long: float) -> bool:
-        """Count a request; return whether it is deferred: it gives up its deadlines, so that others keep theirs.
+        """Count a request; return whether it is deferred: it drops its deadlines, so that others keep theirs.
 
         That is so where work was late recently, and the request takes at least `long` times the mean of its lane. In
         light overload, which mostly ends before such a request would be late, this limit is up to twice as high.

@@ -61,7 +61,7 @@ class AdmissionWait:
     refused_because = QUEUE_FULL
     passing: Rows | None = None  # the instances that it may ask before its turn: they refused a longer request
     _asks_all = True  # also the instances that have just refused
-    gave_up = ""  # why the request gave up its deadlines
+    deadlines_dropped = ""  # why the request dropped its deadlines
     _work_s = 0.0  # of an instance, that the request takes for each unit of its weight
     _latest_s = math.inf  # while it waits: when it may become too late to attain its deadlines
 
@@ -71,7 +71,7 @@ class AdmissionWait:
         self._request = request
         self._policy = policy
         self.number = request.number
-        self._due_s = request.indicators.due_s  # also when the deadlines are given up
+        self._due_s = request.indicators.due_s  # also when the deadlines are dropped
         self.is_background = request.objective.is_best_effort
         self._lane = lane_of(request.indicators.tpot_slo_s, background=self.is_background)
 
@@ -89,12 +89,12 @@ class AdmissionWait:
         return defers and is_new and has_deadlines and not self.is_background
 
     def defer_if_long(self, known: Candidates, now_s: float) -> None:
-        """Give up the deadlines of a request that takes long, where work is late."""
+        """Drop the deadlines of a request that takes long, where work is late."""
         least_s = float(np.fmin.reduce(known["work_s"], initial=math.inf))
         if math.isfinite(least_s):  # otherwise the length of its response is not known
             self._work_s = least_s / self._request.objective.weight
             if self._late_work.arrived(self._lane, self._work_s, now_s, long=self._policy.long):
-                self._give_up_deadlines(DEFERRED)
+                self._drop_deadlines(DEFERRED)
 
     @property
     def _late_work(self) -> LateWork:
@@ -225,15 +225,15 @@ class AdmissionWait:
         return latest_start_s(self._core, self._request, compared, asked_all=self._asks_all)
 
     def _became_late(self, now_s: float) -> None:
-        """Give up deadlines that cannot be kept any more."""
+        """Drop deadlines that cannot be kept any more."""
         prompt_s = self._core.least_prefill_token_s * self._request.indicators.prompt_tokens
         if self._work_s > 0 and self._due_s - self._request.arrived_s > prompt_s:  # an idle instance could keep them
             self._late_work.became_late(self._lane, self._work_s, now_s)
-        self._give_up_deadlines(LATE)
+        self._drop_deadlines(LATE)
 
-    def _give_up_deadlines(self, why: str) -> None:
-        """Give up the deadlines of the request; from now on it must not make others miss theirs."""
-        self.gave_up = why
+    def _drop_deadlines(self, why: str) -> None:
+        """Drop the deadlines of the request; from now on it must not make others miss theirs."""
+        self.deadlines_dropped = why
         if self._request.objective.when_late == DEMOTE:
             self._demote()
         self.is_background = True

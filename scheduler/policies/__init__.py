@@ -235,7 +235,7 @@ POLICIES = {
             "late_slack": Parameter(default=deadlines.LATE_SLACK_S, meaning="the same of late requests"),
             "long": Parameter(
                 default=2.0,
-                meaning="times the mean work: longer requests give up their deadlines under overload; 0: none does",
+                meaning="times the mean work: longer requests drop their deadlines under overload; 0: none does",
             ),
         },
         hold=f"{deadlines.ADMITS} and {deadlines.WITH_SHORT_QUEUE}",

@@ -200,8 +200,8 @@ class PlacementDriver:
             self._metrics.disaggregations.labels(policy, placement.disaggregation).inc()
         if is_demoted:
             self._metrics.demoted.inc()
-        elif placement.decision.gave_up:
-            self._metrics.served_late.labels(placement.decision.gave_up).inc()
+        elif placement.decision.deadlines_dropped:
+            self._metrics.served_late.labels(placement.decision.deadlines_dropped).inc()
 
     async def _complete(self, request: common_pb2.Request, prompt: bytes, policy: Policy) -> None:
         """Fill in the length and what else forecasts need; ValueError where the request is invalid."""

@@ -603,7 +603,7 @@ def check_ends(script: Script, seen: Counter[str]) -> None:
         assert not is_demoted or (asked.when_late == DEMOTE and decision.request.objective.is_best_effort)
         seen[kind] += 1
         seen["demoted"] += is_demoted
-        seen["deferred"] += decision.gave_up == DEFERRED
+        seen["deferred"] += decision.deadlines_dropped == DEFERRED
         seen["held"] += decision.admission is not None and decision.admission.joined_s > 0
     for name, sidecar in driver.sidecars.items():
         reserved = {number: kind for number, kinds in legs.items() for at, kind in kinds.items() if at == name}
@@ -686,7 +686,7 @@ def test_under_overload_a_request_that_takes_long_leaves_its_deadlines_at_once()
     now_s = NOW_S + 1.0  # the instances may be asked again
     another, ask = place(core, now_s, prompt_tokens=20_000)
     assert admit(another, answered(another, ask, now_s, attained="ab"), now_s) == "a"
-    assert (another.gave_up, short.gave_up) == (DEFERRED, "")
+    assert (another.deadlines_dropped, short.deadlines_dropped) == (DEFERRED, "")
     assert why(another.placement, 2).endswith("deferred, as it takes long and others would be late")
 
 

@@ -1,4 +1,4 @@
-"""Which requests give up their deadlines under overload, and how long that lasts."""
+"""Which requests drop their deadlines under overload, and how long that lasts."""
 
 from __future__ import annotations
 
