@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 POOL_OF = {PREFILL: RolePool.PREFILL, DECODE: RolePool.DECODE}  # where a leg alone is placed
 
 # Of an instance in one of these states it is unknown whether it can reserve: it gets the request without a reservation.
-SENT_UNRESERVED = FALLBACK_ORDER.keys() - {CandidateStatus.NOT_SHORTLISTED}
+PLACED_WITHOUT_RESERVATION = FALLBACK_ORDER.keys() - {CandidateStatus.NOT_SHORTLISTED}
 
 
 class Decision:
@@ -54,7 +54,7 @@ class Decision:
     _pool: RolePool | None = None  # the instances of a role; None: all instances
     _asked: Ask | None = None  # for forecasts that have not arrived yet
     _has_verdicts = False  # forecasts say only which deadlines are kept
-    _forecasts_anyway = False  # ask the chosen instance for a forecast also where the policy needs none
+    _forecasts_chosen = False  # ask the chosen instance for a forecast also where the policy needs none
     _num_failed = 0  # reservations that failed
     _is_placed = False
     _placement: Placement | None = None
@@ -298,7 +298,7 @@ class Decision:
             status.engine.allows(now_s)
         if self._num_failed >= rules.max_failed_reservations:
             return self._placed(None, now_s)
-        asks = (rules.forecast_always or self._forecasts_anyway) and not self.policy.needs_forecast
+        asks = (rules.forecast_always or self._forecasts_chosen) and not self.policy.needs_forecast
         if asks and compared.instance_id(best) not in comparison.answers:
             return Ask(compared.only(np.array([best], np.intp)), (), False, *comparison.leg_at(best))
         return comparison.reservation(conditional=self.num_conflicts < rules.max_conflicts)
@@ -331,7 +331,8 @@ class Decision:
             status.engine.allows(now_s)
             if candidate.forecast is not None:
                 candidate.num_reserved_since = status.versions.since(candidate.version, candidate.epoch)
-        if candidate.status in SENT_UNRESERVED or self._num_failed >= self.core.rules.max_failed_reservations:
+        has_failed = self._num_failed >= self.core.rules.max_failed_reservations
+        if has_failed or candidate.status in PLACED_WITHOUT_RESERVATION:
             return self._placed(None, now_s)
         return self._reserve()
 

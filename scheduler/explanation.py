@@ -135,7 +135,7 @@ class Explanation:
 def _status_of_compared(comparison: Comparison) -> CandidateStatus:
     if comparison.policy.needs_forecast:
         return CandidateStatus.FORECAST
-    return CandidateStatus.NOT_QUERIED if comparison.policy.is_blind else CandidateStatus.INDICATORS
+    return CandidateStatus.NOT_QUERIED if comparison.policy.reads_no_indicators else CandidateStatus.INDICATORS
 
 
 def notes_of(candidates: Sequence[Candidate]) -> str:

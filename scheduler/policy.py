@@ -95,12 +95,12 @@ class Policy:
         hold = _hold_of(spec, entry)
         self._hold = condition(hold, f"policy: {spec.name}: hold") if hold else None
         # a condition of the user's own holds for all requests
-        harmless = entry.harmless.format(**spec.parameters) if spec.hold is None else ""
-        self._harmless = condition(harmless, f"policy: {spec.name}") if harmless else self._hold
+        no_other_misses = entry.no_other_misses.format(**spec.parameters) if spec.hold is None else ""
+        self._no_other_misses = condition(no_other_misses, f"policy: {spec.name}") if no_other_misses else self._hold
         eligible = entry.eligible.format(**spec.parameters) if spec.hold is None else ""
         self._eligible = condition(eligible, f"policy: {spec.name}") if eligible else None
         self.holds = self._hold is not None
-        self.keeps_deadlines = self._harmless is not self._hold
+        self.keeps_deadlines = self._no_other_misses is not self._hold
         self.hold_s = spec.hold_s
         self.length_quantiles = spec.length_quantiles
         self._sample = entry.sample if spec.sample is None else spec.sample
@@ -109,13 +109,13 @@ class Policy:
         self._shortlist_policy = Policy(_shortlist_spec(spec), generator, is_part=True) if self._k else None
         self.legs = None if is_part else _leg_rules(spec, entry, generator)
         applies = None if self.legs is None else self.legs.condition
-        parts = (self._filter, self._tie_break, self._shortlist_policy, self._hold, self._harmless, applies)
+        parts = (self._filter, self._tie_break, self._shortlist_policy, self._hold, self._no_other_misses, applies)
         self.needs = (*entry.needs, *_needs_of(*parts))
         self._session_affinity_s = spec.session_affinity
         session_needs = () if spec.session_affinity is None else _needs_of_sessions(self.needs)
         self.needs = (*self.needs, *session_needs)
         roots = list(roots_of(self.needs))
-        self.is_blind = not roots  # it reads no indicators
+        self.reads_no_indicators = not roots
         self.forecast_fields = tuple(_forecast_fields(self.needs))
         self.needs_forecast = bool(self.forecast_fields)
         names = {*self.forecast_fields, "predicted_e2e_s"}  # the latter shows where a request would never finish
@@ -148,7 +148,7 @@ class Policy:
             return FIRST_TOKEN if _forecast_fields(self.needs) <= OF_START and not self.needs_delays else TO_THE_END
         if not self.keeps_deadlines:
             return TO_THE_END
-        fields = _forecast_fields((*self._reads, *_needs_of(self._harmless if background else self._hold)))
+        fields = _forecast_fields((*self._reads, *_needs_of(self._no_other_misses if background else self._hold)))
         if not fields <= (VERDICTS | {LEAST_SLACK} if background else VERDICTS):
             return TO_THE_END
         if not background:
@@ -209,7 +209,7 @@ class Policy:
 
         A `background` request is late already, or has no deadlines: it only must not make others miss theirs.
         """
-        condition = self._harmless if background else self._hold
+        condition = self._no_other_misses if background else self._hold
         if condition is None:
             return np.ones(len(candidates), np.bool_)
         return condition.holds(candidates)

@@ -239,7 +239,9 @@ POLICIES = {
             ),
         },
         hold=f"{deadlines.ADMITS} and {deadlines.WITH_SHORT_QUEUE}",
-        harmless=f"{deadlines.HARMLESS} and {deadlines.BACKGROUND_WITH_SHORT_QUEUE} and {deadlines.LEAVES_SLACK}",
+        no_other_misses=(
+            f"{deadlines.NO_OTHER_MISSES} and {deadlines.BACKGROUND_WITH_SHORT_QUEUE} and {deadlines.LEAVES_SLACK}"
+        ),
         eligible=deadlines.ELIGIBLE,
         least_slack=("slack", "late_slack"),
         prefill=EARLIEST_PREFILL,
@@ -254,7 +256,7 @@ POLICIES = {
             "promotion": Parameter(default=1, high=1, meaning="1: to stricter tiers where the own one is full, 0: not"),
         },
         hold=polyserve.ADMITS,
-        harmless=deadlines.HARMLESS,
+        no_other_misses=deadlines.NO_OTHER_MISSES,
         eligible=deadlines.FITS_TIER,
         prefill=EARLIEST_PREFILL,
     ),

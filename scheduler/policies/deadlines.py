@@ -12,8 +12,8 @@ most a third of `backlog`, so that they use only the time that others leave.
 
 from __future__ import annotations
 
-HARMLESS = "others_missed < 1 and predicted_preemptions + others_preempted < 1"
-KEEPS = f"predicted_attained > 0.5 and {HARMLESS}"
+NO_OTHER_MISSES = "others_missed < 1 and predicted_preemptions + others_preempted < 1"
+KEEPS = f"predicted_attained > 0.5 and {NO_OTHER_MISSES}"
 WITH_SHORT_QUEUE = "predicted_queue_s <= {backlog} + {hits} * cached_prefill_s"
 BACKGROUND_WITH_SHORT_QUEUE = "predicted_queue_s <= {backlog} / 3"
 BACKLOG_S, SLACK_S, LATE_SLACK_S = 0.3, 0.05, 1.0

@@ -231,7 +231,7 @@ def promises(draw: Any, *, roles: bool = False, callers_leave: bool = False) -> 
             name=name,
             num_running=draw(st.integers(0, 3)),
             finishes_s=[after_s(900) for _ in range(draw(st.integers(0, 6)))],
-            harmless=draw(st.sampled_from((0, 1, 2, 3))),
+            num_without_misses=draw(st.sampled_from((0, 1, 2, 3))),
             role=draw(st.sampled_from(("both", "decode", "prefill"))) if roles else "both",
         )
 

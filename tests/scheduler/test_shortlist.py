@@ -97,7 +97,7 @@ def test_what_a_policy_needs_is_known_from_its_parts() -> None:
 
     def needs(text: str) -> tuple[bool, ...]:
         policy = policy_from(text)
-        return policy.needs_forecast, policy.needs_delays, policy.needs_prefix, policy.is_blind
+        return policy.needs_forecast, policy.needs_delays, policy.needs_prefix, policy.reads_no_indicators
 
     assert needs("block") == (True, False, False, False)
     assert needs("block: k = 2") == (True, False, True, False)
