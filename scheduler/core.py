@@ -44,7 +44,7 @@ MAX_MODELS = 1024  # whose admitted tokens and late work are counted; callers ma
 BY_TIME_OR_LENGTH = (ARRIVAL_TURN, DEADLINE_TURN, SHORTEST_TURN)
 MAX_POLICIES = 64  # that are kept for requests that name one
 MAX_HAND_OVER_S = 1.0  # a longer one is taken for a fault and ignored
-PREFILL_FADE = 0.001  # by which the least time per prompt token grows with each forecast
+PREFILL_DECAY = 0.001  # by which the least time per prompt token grows with each forecast
 HAND_OVER_WEIGHT = 0.05  # of each new value in the average
 
 Counts = TypeVar("Counts")
@@ -159,7 +159,7 @@ class SchedulerCore:
     def observe_prefill(self, token_s: float) -> None:
         """Learn the least time per prompt token from forecasts; an old minimum grows with each forecast."""
         known = self.least_prefill_token_s
-        self.least_prefill_token_s = min(token_s, known * (1 + PREFILL_FADE)) if known else token_s
+        self.least_prefill_token_s = min(token_s, known * (1 + PREFILL_DECAY)) if known else token_s
 
     # Prompts and sessions.
 
@@ -202,7 +202,7 @@ class SchedulerCore:
         queue.join(waiting.number, deadline_s, waiting)
         self.waiting[waiting.number] = decision
         if queue.is_full:
-            self.wake(queue.surplus)
+            self.wake(queue.next_to_leave)
         return queue
 
     def _new_turn(self) -> HeadOf:
@@ -230,7 +230,7 @@ class SchedulerCore:
         del self.waiting[number]
         if queue:
             if queue.is_full:
-                self.wake(queue.surplus)
+                self.wake(queue.next_to_leave)
             for head in queue.heads(now_s):
                 self.wake(head)
         else:

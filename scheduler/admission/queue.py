@@ -60,7 +60,7 @@ class AdmissionQueue:
         return self._numbers.copy()
 
     @property
-    def surplus(self) -> int:
+    def next_to_leave(self) -> int:
         """The request that leaves where too many wait: the oldest without a deadline to miss, else the oldest."""
         background = [lane[0] for key, lane in self._lanes.items() if is_background(key)]
         return min(background, default=self._numbers[0])
@@ -89,7 +89,7 @@ class AdmissionQueue:
         """Return whether a request that is about to be late may be tried before the first one of its lane."""
         return self.order is not None or are_level(self.turn, self._requests[number], self._requests[head])
 
-    def next_smaller(self, number: int) -> int:
+    def next_shorter(self, number: int) -> int:
         """Return the first request behind another in its lane that is shorter; -1 where there is none.
 
         A long request that no instance admits now does not delay a short one that an instance may admit.
@@ -174,7 +174,7 @@ class AdmissionQueue:
 
     def must_leave(self, number: int, now_s: float) -> bool:
         """Return whether a request leaves the queue now, also if no instance admits it."""
-        return self._requests[number].leave_s <= now_s or (self.is_full and number == self.surplus)
+        return self._requests[number].leave_s <= now_s or (self.is_full and number == self.next_to_leave)
 
     def deadline_s(self, number: int) -> float:
         """Return when a request leaves at the latest."""
@@ -188,7 +188,7 @@ class AdmissionQueue:
 
 NO_NUMBER = -1
 BACKGROUND = 1 << 20  # added to the lanes of requests that must not make others miss a deadline
-LANES_PER_OCTAVE = 2
+LANES_PER_DOUBLING = 2  # of the target
 LOOSEST = 100  # the lane of requests without a target for the time per token
 
 
@@ -199,7 +199,7 @@ def lane_of(tpot_slo_s: float, *, background: bool) -> int:
     """
     lane = LOOSEST
     if 0 < tpot_slo_s < math.inf:
-        lane = min(LOOSEST - 1, max(-LOOSEST, round(LANES_PER_OCTAVE * math.log2(tpot_slo_s))))
+        lane = min(LOOSEST - 1, max(-LOOSEST, round(LANES_PER_DOUBLING * math.log2(tpot_slo_s))))
     return lane + BACKGROUND if background else lane
 
 

@@ -59,7 +59,7 @@ class AdmissionWait:
     wait_until_s = math.inf
     may_wait = True
     refused_because = QUEUE_FULL
-    passing: Rows | None = None  # the instances that it may ask before its turn: they refused a longer request
+    retry_on: Rows | None = None  # instances that it may try before its turn: they have just refused a longer request
     _asks_all = True  # also the instances that have just refused
     deadlines_dropped = ""  # why the request dropped its deadlines
     _work_s = 0.0  # of an instance, that the request takes for each unit of its weight
@@ -115,7 +115,7 @@ class AdmissionWait:
         if self.queue.must_leave(self.number, now_s):
             self.may_wait = False
             self.refused_because = TIMEOUT if self.queue.deadline_s(self.number) <= now_s else QUEUE_FULL
-        elif self.passing is None and (head := self.queue.head(now_s, self._lane)) != self.number:
+        elif self.retry_on is None and (head := self.queue.head(now_s, self._lane)) != self.number:
             self._core.wake(head)
             if now_s < self._latest_s:
                 return NextStep.WAIT
@@ -135,7 +135,7 @@ class AdmissionWait:
     def worth_asking(self, known: Candidates, now_s: float) -> Candidates | None:
         """Return the instances that may admit the request now; None where it waits without asking any."""
         self._asks_all = True
-        if self.may_wait and self.is_background and self._yields(known):
+        if self.may_wait and self.is_background and self._waits_behind_urgent(known):
             return None
         if not (self.may_wait and len(known) and now_s < self._latest_s):  # one that may be late asks all
             return known
@@ -147,15 +147,15 @@ class AdmissionWait:
 
     def _without_refusals(self, known: Candidates, now_s: float) -> Candidates:
         """Leave out the instances that have just refused, where nothing has finished since, and no prefix is cached."""
-        if self.passing is not None:
-            return known.only(np.flatnonzero(np.isin(rows_of(known), self.passing)), "was not asked before")
+        if self.retry_on is not None:
+            return known.only(np.flatnonzero(np.isin(rows_of(known), self.retry_on)), "was not asked before")
         refusals = self._core.refusals(self._lane)
         worth = refusals.worth_asking(known.known.reported[FINISHED][rows_of(known)], now_s, known.rows)
         if HITS in known.columns:
             worth |= known[HITS] > CACHED_SHARE * known.prompt_tokens
         return known if worth.all() else known.only(np.flatnonzero(worth), "admitted no request recently")
 
-    def _yields(self, known: Candidates) -> bool:
+    def _waits_behind_urgent(self, known: Candidates) -> bool:
         """Whether it waits behind others that have a deadline to miss and are not stricter than any instance."""
         queue = self._core.queue(self._request.model)
         if queue is None or not self._policy.keeps_deadlines or (self._is_best_effort and self._is_below_share):
@@ -207,7 +207,8 @@ class AdmissionWait:
         comparison.is_background = True
         comparison.forget_targets(self._request.indicators)
         assert comparison.compared is not None
-        return NextStep.WAIT if self.may_wait and self._yields(comparison.compared) else NextStep.SCORE_AGAIN
+        waits = self.may_wait and self._waits_behind_urgent(comparison.compared)
+        return NextStep.WAIT if waits else NextStep.SCORE_AGAIN
 
     def _too_late(self, now_s: float) -> NextStep:
         """Return the next step of a request that becomes late before its turn."""
@@ -280,8 +281,8 @@ class AdmissionWait:
         if not self.is_background and self._due_s < math.inf:
             self._late_work.waits(now_s)
         if queue is not None and refused is not None and not self.is_background:
-            self._pass_turn(queue, rows_of(refused))
-        self.passing = None
+            self._try_next_shorter(queue, rows_of(refused))
+        self.retry_on = None
         if queue is None:
             if self.number < 0:
                 self.number = core.next_number()
@@ -300,13 +301,13 @@ class AdmissionWait:
             self.wait_until_s = min(self.wait_until_s, now_s + pause_s)
         return ""
 
-    def _pass_turn(self, queue: AdmissionQueue, refused: Rows) -> None:
+    def _try_next_shorter(self, queue: AdmissionQueue, refused: Rows) -> None:
         """Let the next shorter request of the lane try the instances that have just refused this one."""
-        number = queue.next_smaller(self.number)
+        number = queue.next_shorter(self.number)
         if number >= 0:
             other = self._core.waiting[number].admission
             assert other is not None
-            other.passing = refused
+            other.retry_on = refused
             self._core.wake(number)
 
     def placed(self) -> None:

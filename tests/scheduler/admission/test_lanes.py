@@ -28,7 +28,7 @@ def queue_of(*lanes: int, due_s: Sequence[float] = (), **options: object) -> Adm
 
 
 def test_stricter_targets_have_lower_lanes_and_background_ones_come_after_all() -> None:
-    """Targets within half an octave share a lane; extreme ones, and none, have lanes as well."""
+    """Targets within a factor of 1.4 share a lane; extreme ones, and none, have lanes as well."""
     targets = (1e-9, 0.01, 0.02, 0.05, 0.1, 1.0, 1e9, math.inf)
     lanes = [lane_of(tpot_s, background=background) for background in (False, True) for tpot_s in targets]
     assert lanes == sorted(set(lanes))
@@ -200,7 +200,7 @@ def test_counting_starts_again_after_a_pause() -> None:
 
 @pytest.mark.parametrize("period_s", [0.01, 0.5])
 def test_the_rate_is_that_of_admitted_tokens(period_s: float) -> None:
-    """In a steady state; it fades when nothing is admitted any more."""
+    """In a steady state; it decays when nothing is admitted any more."""
     shares = ClassShares()
     assert shares.tokens_per_s(5.0) == 0.0
     end_s = 20 * HALF_LIFE_S
