@@ -36,7 +36,7 @@ class UnknownEstimatorError(ValueError):
 
     def __init__(self, name: str) -> None:
         """Name the known ones."""
-        super().__init__(f"estimator: {name!r} is none of {', '.join(TAGGERS)}")
+        super().__init__(f"estimator: must be one of {', '.join(TAGGERS)}, not {name!r}")
         self.name = name
 
 

@@ -11,6 +11,7 @@ from itertools import count
 from typing import TypeVar
 
 from predictor.request import SERVE
+from predictor.suggestions import require_choice
 from scheduler.admission.late_work import LateWork
 from scheduler.admission.order import (
     ARRIVAL_TURN,
@@ -71,8 +72,7 @@ class DecisionRules:
 
     def __post_init__(self) -> None:
         """Refuse invalid values; the error names the field."""
-        if self.without_pool not in WITHOUT_POOL:
-            raise ValueError(f"without_pool: {self.without_pool!r} is none of {', '.join(WITHOUT_POOL)}")
+        require_choice("without_pool", self.without_pool, WITHOUT_POOL)
         turn_named(self.admission_turn)
         for name in ("max_held", "max_held_of_tenant", "max_held_best_effort", "max_held_real_time"):
             if getattr(self, name) < 0:

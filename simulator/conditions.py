@@ -10,9 +10,10 @@ from typing import Any
 
 from predictor.config import require_count
 from predictor.lengths import RESIDUALS
+from predictor.suggestions import require_choice
 from scheduler.admission.order import ARRIVAL_TURN
 from scheduler.admission.order import TURNS as LIVE_TURNS
-from simulator.field_checks import require_choice, require_flag, require_number, require_share, require_string
+from simulator.field_checks import require_flag, require_number, require_share, require_string
 
 ENGINE_CACHE, SENT_INDEX = "engine", "sent"
 LATE_LAST, FEWEST_LATE = "late_last", "fewest_late"
@@ -140,7 +141,9 @@ def require_outages(outages: Sequence[Outage], num_instances: int) -> None:
     """Reject outages of unknown instances, and outages of one instance that overlap."""
     for outage in outages:
         if outage.instance >= num_instances:
-            raise ValueError(f"outage.instance: {outage.instance} is none of {num_instances}")
+            raise ValueError(
+                f"outage.instance: must be below {num_instances}, the number of instances, not {outage.instance}"
+            )
     by_instance = sorted(outages, key=lambda outage: (outage.instance, outage.from_s))
     for one, other in pairwise(by_instance):
         if one.instance == other.instance and other.from_s < one.until_s:

@@ -6,7 +6,7 @@ parameters and its state between requests live in the closure that `make` return
 
 from __future__ import annotations
 
-from predictor.suggestions import did_you_mean
+from predictor.suggestions import unknown_choice
 from scheduler.policies import (
     adapter_affinity,
     block,
@@ -302,4 +302,4 @@ def entry_named(name: str) -> PolicyEntry:
     """Return a policy by name; ValueError with the most similar known name if there is none."""
     if name in POLICIES:
         return POLICIES[name]
-    raise ValueError(f"policy: {name!r} is none of {', '.join(POLICIES)}{did_you_mean(name, POLICIES)}")
+    raise unknown_choice("policy", name, POLICIES)

@@ -188,7 +188,7 @@ def test_keys_are_stable() -> None:
     ("names", "message"),
     [
         ([], "estimator: name at least one"),
-        (["clint"], "estimator: 'clint' is none of client, cached, linear"),
+        (["clint"], "estimator: must be one of client, cached, linear"),
         (["history", "history"], "estimator: 'history' is named twice"),
     ],
 )

@@ -93,7 +93,7 @@ def test_an_unknown_name_is_refused_with_the_closest_one() -> None:
         ("[[objective]]\nname = 'a'\npriority = 1.5", "objective[0].priority: must be a whole number"),
         ("[[objective]]\nname = 'a'\nclass = 'slow'", "objective[0].class: 'slow' is neither real-time nor"),
         ("[[objective]]\nname = 'a'\nclass = []", "objective[0].class: [] is neither real-time nor"),
-        ("[[objective]]\nname = 'a'\nwhen_late = 'drop'", "objective[0].when_late: 'drop' is none of serve, demote"),
+        ("[[objective]]\nname = 'a'\nwhen_late = 'drop'", "objective[0].when_late: must be one of serve, demote"),
         ("[[objective]\n", "is not TOML"),
     ],
 )

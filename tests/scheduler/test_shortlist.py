@@ -135,7 +135,7 @@ def test_the_same_policy_is_written_in_several_ways() -> None:
     ("text", "hint"),
     [
         ("roundrobin", "did you mean round_robin?"),
-        ("", "is none of block"),
+        ("", "must be one of block"),
         ("linear: lamda = 0.3", "linear: lamda is no known parameter; did you mean lambda?"),
         ("linear: lambda = 1.5", "lambda: must be a number from 0 to 1, not 1.5"),
         ("linear: lambda = nan", "lambda: must be a number"),

@@ -59,7 +59,7 @@ def test_old_names_are_read() -> None:
     assert changed.conditions.admission_turn == "deadline"
     with pytest.raises(ValueError, match=r"^conditions.turn: is the old name of admission_turn"):
         rules_of(turn="fair", admission_turn="fair")
-    with pytest.raises(ValueError, match=r"^admission_turn: 'shortes' is none of .*; did you mean shortest\?"):
+    with pytest.raises(ValueError, match=r"^admission_turn: must be one of .*, not 'shortes'; did you mean shortest\?"):
         rules_of(turn="shortes")
 
 

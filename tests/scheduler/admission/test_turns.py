@@ -157,6 +157,6 @@ def test_an_order_by_name() -> None:
         assert turn_named(name) is turn
     assert turn_named("priority") is by_priority
     assert turn_named("fair") is not turn_named("fair")
-    with pytest.raises(ValueError, match=r"admission_turn: 'fare' is none of .*; did you mean fair\?"):
+    with pytest.raises(ValueError, match=r"admission_turn: must be one of .*, not 'fare'; did you mean fair\?"):
         turn_named("fare")
     assert list(TURNS) == ["arrival", "deadline", "shortest", "priority", "fair"]
