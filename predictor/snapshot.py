@@ -270,7 +270,7 @@ class Snapshot:
         live = [item.request for item in (*self.running, *self.waiting, *self.held)]
         for request in (*live, *self.reserved):
             if request.request_id in seen:
-                raise ValueError(f"request_id: {request.request_id!r} is there twice")
+                raise ValueError(f"request_id: {request.request_id!r} is a duplicate")
             seen.add(request.request_id)
         if len(self.steps) > 2:
             raise ValueError(f"steps: at most 2 can be in flight, not {len(self.steps)}")

@@ -208,7 +208,7 @@ def distinct(instances: Iterable[Instance]) -> Instances:
     by_url: dict[str, dict[int | None, str]] = {}
     for place, instance in enumerate(instances):
         if instance.instance_id in known:
-            raise ValueError(f"instances[{place}].instance_id: {instance.instance_id!r} occurs twice")
+            raise ValueError(f"instances[{place}].instance_id: {instance.instance_id!r} is a duplicate")
         known[instance.instance_id] = instance
         first = by_tier.setdefault(instance.tier, instance)
         if instance.tier and instance.tier_tpot_s != first.tier_tpot_s:

@@ -179,6 +179,6 @@ def require_distinct(engines: Sequence[SidecarSettings]) -> None:
     names = [settings.instance_id for settings in engines]
     for name in names:
         if names.count(name) > 1:
-            raise ValueError(f"engine: {name!r} is there twice")
+            raise ValueError(f"engine.instance_id: {name!r} is a duplicate")
     if len(engines) > 1 and any(settings.mirror is not None for settings in engines):
         raise ValueError("engine: a mirrored engine needs a sidecar of its own")

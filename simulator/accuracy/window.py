@@ -159,7 +159,7 @@ class ObservedWindow:
         seen: set[str] = set()
         for request in self.requests:
             if request.facts.request_id in seen:
-                raise ValueError(f"request_id: {request.facts.request_id!r} is there twice")
+                raise ValueError(f"request_id: {request.facts.request_id!r} is a duplicate")
             seen.add(request.facts.request_id)
 
     @property

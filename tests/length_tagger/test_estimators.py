@@ -189,7 +189,7 @@ def test_keys_are_stable() -> None:
     [
         ([], "estimator: name at least one"),
         (["clint"], "estimator: must be one of client, cached, linear"),
-        (["history", "history"], "estimator: 'history' is named twice"),
+        (["history", "history"], "estimator: 'history' is a duplicate"),
     ],
 )
 def test_bad_orders_are_refused(names: list[str], message: str) -> None:

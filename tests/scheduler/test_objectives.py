@@ -78,7 +78,7 @@ def test_an_unknown_name_is_refused_with_the_closest_one() -> None:
         ("[[objective]]\nname = ' a'", "objective[0].name: must be at most 256 printable"),
         ("[[objective]]\nname = 'ä'", "objective[0].name: must be at most 256 printable"),
         (f"[[objective]]\nname = '{257 * 'a'}'", "objective[0].name: must be at most 256 printable"),
-        ("[[objective]]\nname = 'a'\n[[objective]]\nname = 'a'", "objective[1].name: 'a' is there twice"),
+        ("[[objective]]\nname = 'a'\n[[objective]]\nname = 'a'", "objective[1].name: 'a' is a duplicate"),
         (
             "[[objective]]\nname = 'a'\nttft_slo = 1",
             "objective[0].ttft_slo: is no known field; did you mean ttft_slo_s",

@@ -125,7 +125,7 @@ def test_a_bad_flag_is_named(text: str, named: str) -> None:
 
 def test_duplicate_ids_are_refused() -> None:
     """An id identifies one instance."""
-    with pytest.raises(ValueError, match=r"instances\[1\]\.instance_id: 'a' occurs twice"):
+    with pytest.raises(ValueError, match=r"instances\[1\]\.instance_id: 'a' is a duplicate"):
         Listed([instance_from_flag("a=http://h:1,h:2")] * 2)
 
 
@@ -157,7 +157,7 @@ def test_toml_and_json_are_equivalent(tmp_path: Path) -> None:
         ([{**A, "engine_url": 3}], r"instances\[0\]\.engine_url: must be a string"),
         ([{**A, "models": "m"}], r"instances\[0\]\.models: must be a list"),
         ([{**A, "state": "gone"}], r"instances\[0\]\.state"),
-        ([A, A], r"instances\[1\]\.instance_id: 'a' occurs twice"),
+        ([A, A], r"instances\[1\]\.instance_id: 'a' is a duplicate"),
     ],
 )
 def test_a_bad_entry_is_named(data: Any, named: str, tmp_path: Path) -> None:
