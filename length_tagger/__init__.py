@@ -36,7 +36,7 @@ class UnknownEstimatorError(ValueError):
 
     def __init__(self, name: str) -> None:
         """Name the known ones."""
-        super().__init__(f"estimator: {name!r} is none of {', '.join(TAGGERS)}")
+        super().__init__(f"estimator: must be one of {', '.join(TAGGERS)}, not {name!r}")
         self.name = name
 
 
@@ -50,7 +50,7 @@ def chained(names: Iterable[str], settings: TaggerSettings | None = None) -> Cha
         if name not in TAGGERS:
             raise UnknownEstimatorError(name)
         if name in seen:
-            raise ValueError(f"estimator: {name!r} is named twice")
+            raise ValueError(f"estimator: {name!r} is a duplicate")
         seen.add(name)
     settings = settings or TaggerSettings()
     made = {name: TAGGERS[name](settings) for name in sorted(seen)}

@@ -164,7 +164,7 @@ def load(folder: str | Path, *, runtime: str = AUTO, threads: int = 1) -> Checkp
 def runtime_for(folder: Path, wanted: str = AUTO) -> str:
     """Return the runtime of a checkpoint: ONNX Runtime if possible, else torch; reject one that is not installed."""
     if wanted not in RUNTIMES:
-        raise ValueError(f"runtime: {wanted!r} is none of {', '.join(RUNTIMES)}")
+        raise ValueError(f"runtime: must be one of {', '.join(RUNTIMES)}, not {wanted!r}")
     has_onnx = (folder / onnx_form.FILE).exists()
     if find_spec("onnxruntime") is not None and (wanted == ONNX or (wanted == AUTO and has_onnx)):
         return ONNX

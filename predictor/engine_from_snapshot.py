@@ -162,7 +162,7 @@ def _put_back_two_ended(engine: Engine, snapshot: Snapshot) -> None:
                 or blocks[block.block_id].left != NONE
                 or blocks[block.block_id].right != NONE
             ):
-                raise ValueError(f"block_id: {block.block_id} lies outside the engine's blocks, or is there twice")
+                raise ValueError(f"block_id: {block.block_id} lies outside the engine's blocks, or is a duplicate")
             if block.left_tokens + block.right_tokens - block.checkpointed_tokens > engine.config.block_size:
                 raise ValueError(f"checkpointed_tokens: block {block.block_id} holds more tokens than fit")
             for side, name in (("left", block.left), ("right", block.right)):

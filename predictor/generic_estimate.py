@@ -27,7 +27,7 @@ LARGEST_STEP = 8192  # tokens
 
 
 class AffineFit:
-    """y = base + slope · x, by least squares; old observations fade, and neither part falls below zero."""
+    """y = base + slope · x, by least squares; old observations decay, and neither part falls below zero."""
 
     def __init__(self, base: float, slope: float, scale: float) -> None:
         """Start with a guess; `scale` is a typical x."""

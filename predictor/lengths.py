@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from predictor.suggestions import did_you_mean
+from predictor.suggestions import unknown_choice
 
 OVERDUE_TOKENS = 10  # Block §4.1: the predicted rest of a response that is longer than its tag
 MAX_TOKENS = 2**31 - 1
@@ -93,7 +93,7 @@ def quantile_medians(median_tokens: float, spread: float, num: int) -> tuple[flo
 def expected_tokens(tag: Tag, tokens_so_far: int, residual: str = DEFAULT_RESIDUAL) -> int:
     """Return the whole predicted response length, rounded; always above `tokens_so_far`."""
     if residual not in RESIDUALS:
-        raise ValueError(f"residual: {residual!r} is none of {', '.join(RESIDUALS)}{did_you_mean(residual, RESIDUALS)}")
+        raise unknown_choice("residual", residual, RESIDUALS)
     expected = RESIDUALS[residual](tag, tokens_so_far)
     return max(tokens_so_far + 1, min(MAX_TOKENS, math.ceil(expected - 0.5)))
 

@@ -9,6 +9,7 @@ from typing import ClassVar
 from predictor.config import EngineConfig, require_count
 from predictor.request import RequestFacts
 from predictor.speculation import MAX_SPECULATIVE_TOKENS
+from predictor.suggestions import require_choice
 
 # 2: requests carry service level, weight, tenant, session and model; 3: what a local scheduler remembers; 4: legs;
 # 5: draft tokens, LoRA adapters, encoder inputs
@@ -64,8 +65,7 @@ class LiveRequest:
             raise ValueError(f"first_token_s: must be a time from 0 on, not {self.first_token_s}")
         if any(not 0 <= index < len(self.request.encoder_inputs) for index in self.referenced_inputs):
             raise ValueError(f"referenced_inputs: are not among the {len(self.request.encoder_inputs)} of the request")
-        if self.stage not in STAGES:
-            raise ValueError(f"stage: {self.stage!r} is none of {', '.join(STAGES[1:])}")
+        require_choice("stage", self.stage, STAGES[1:], or_empty=True)
         if self.transfer_left_s is not None and not (math.isfinite(self.transfer_left_s) and self.transfer_left_s >= 0):
             raise ValueError(f"transfer_left_s: must be a time from 0 on, not {self.transfer_left_s}")
         # draft tokens in flight count as computed until they are rejected
@@ -270,7 +270,7 @@ class Snapshot:
         live = [item.request for item in (*self.running, *self.waiting, *self.held)]
         for request in (*live, *self.reserved):
             if request.request_id in seen:
-                raise ValueError(f"request_id: {request.request_id!r} is there twice")
+                raise ValueError(f"request_id: {request.request_id!r} is a duplicate")
             seen.add(request.request_id)
         if len(self.steps) > 2:
             raise ValueError(f"steps: at most 2 can be in flight, not {len(self.steps)}")

@@ -29,7 +29,7 @@ class RequestIndicators:
     tag_tokens: float = math.nan
     due_s: float = math.inf
     tpot_slo_s: float = math.inf
-    late: int = 0  # 1: it gave up its deadlines, as they cannot be kept or it takes long under overload
+    late: int = 0  # 1: it dropped its deadlines, as they cannot be kept or it takes long under overload
     prefix_class: Hashable = None
     adapter: int = NO_ADAPTER  # `predictor.request.adapter_number`
 
@@ -160,7 +160,7 @@ class Candidates:
         return np.full(len(self), indicator.otherwise)
 
     def _requests_per_minute(self, reported: Column) -> Column:
-        """Return what this scheduler sent, or what was reported if that is more; a report fades within the minute."""
+        """Return what this scheduler sent, or what was reported if that is more; a report decays within the minute."""
         left = np.clip(1.0 - self["age_s"] / SECONDS_PER_MINUTE, 0.0, 1.0)
         return np.fmax(self._of_candidates(self.known.sent_last_minute), reported * left)
 

@@ -63,7 +63,7 @@ class Comparison:
     chosen_columns: Mapping[str, Column] = EMPTY  # the forecast of an instance that was chosen without one
     leg = SERVE  # that instances are asked about
     in_s = 0.0  # until it arrives
-    is_patient = False  # the request must leave the deadlines of others alone, and has none to miss itself
+    is_background = False  # the request must leave the deadlines of others alone, and has none to miss itself
     _order: list[int] | None = None  # best first
 
     # What only an explanation reads (`scheduler/explanation.py`).
@@ -160,7 +160,7 @@ class Comparison:
         self._order = None
         self.scores = policy.scores(compared)
         if policy.holds:
-            self.admits = policy.admits(compared, patient=self.is_patient)
+            self.admits = policy.admits(compared, background=self.is_background)
 
     def forget_targets(self, request: RequestIndicators) -> None:
         """Compare from the next scores on as for a request without targets."""

@@ -11,6 +11,7 @@ from itertools import count
 from typing import TypeVar
 
 from predictor.request import SERVE
+from predictor.suggestions import require_choice
 from scheduler.admission.late_work import LateWork
 from scheduler.admission.order import (
     ARRIVAL_TURN,
@@ -22,11 +23,11 @@ from scheduler.admission.order import (
 )
 from scheduler.admission.queue import (
     ASK_AGAIN_S,
-    PATIENT_ASK_AGAIN_S,
+    BACKGROUND_ASK_AGAIN_S,
     AdmissionQueue,
     Order,
     RecentRefusals,
-    is_patient,
+    is_background,
 )
 from scheduler.admission.shares import ClassShares
 from scheduler.candidates import Candidates
@@ -44,7 +45,7 @@ MAX_MODELS = 1024  # whose admitted tokens and late work are counted; callers ma
 BY_TIME_OR_LENGTH = (ARRIVAL_TURN, DEADLINE_TURN, SHORTEST_TURN)
 MAX_POLICIES = 64  # that are kept for requests that name one
 MAX_HAND_OVER_S = 1.0  # a longer one is taken for a fault and ignored
-PREFILL_FADE = 0.001  # by which the least time per prompt token grows with each forecast
+PREFILL_DECAY = 0.001  # by which the least time per prompt token grows with each forecast
 HAND_OVER_WEIGHT = 0.05  # of each new value in the average
 
 Counts = TypeVar("Counts")
@@ -71,8 +72,7 @@ class DecisionRules:
 
     def __post_init__(self) -> None:
         """Refuse invalid values; the error names the field."""
-        if self.without_pool not in WITHOUT_POOL:
-            raise ValueError(f"without_pool: {self.without_pool!r} is none of {', '.join(WITHOUT_POOL)}")
+        require_choice("without_pool", self.without_pool, WITHOUT_POOL)
         turn_named(self.admission_turn)
         for name in ("max_held", "max_held_of_tenant", "max_held_best_effort", "max_held_real_time"):
             if getattr(self, name) < 0:
@@ -159,7 +159,7 @@ class SchedulerCore:
     def observe_prefill(self, token_s: float) -> None:
         """Learn the least time per prompt token from forecasts; an old minimum grows with each forecast."""
         known = self.least_prefill_token_s
-        self.least_prefill_token_s = min(token_s, known * (1 + PREFILL_FADE)) if known else token_s
+        self.least_prefill_token_s = min(token_s, known * (1 + PREFILL_DECAY)) if known else token_s
 
     # Prompts and sessions.
 
@@ -202,7 +202,7 @@ class SchedulerCore:
         queue.join(waiting.number, deadline_s, waiting)
         self.waiting[waiting.number] = decision
         if queue.is_full:
-            self.wake(queue.surplus)
+            self.wake(queue.next_to_leave)
         return queue
 
     def _new_turn(self) -> HeadOf:
@@ -230,7 +230,7 @@ class SchedulerCore:
         del self.waiting[number]
         if queue:
             if queue.is_full:
-                self.wake(queue.surplus)
+                self.wake(queue.next_to_leave)
             for head in queue.heads(now_s):
                 self.wake(head)
         else:
@@ -270,7 +270,8 @@ class SchedulerCore:
         if ids is not self._refusals_of:
             self._refusals, self._refusals_of = {}, ids
         if lane not in self._refusals:
-            self._refusals[lane] = RecentRefusals(len(ids), PATIENT_ASK_AGAIN_S if is_patient(lane) else ASK_AGAIN_S)
+            ask_again_s = BACKGROUND_ASK_AGAIN_S if is_background(lane) else ASK_AGAIN_S
+            self._refusals[lane] = RecentRefusals(len(ids), ask_again_s)
         return self._refusals[lane]
 
     def admitted(self, request: PlacementRequest, now_s: float) -> None:

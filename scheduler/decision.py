@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 POOL_OF = {PREFILL: RolePool.PREFILL, DECODE: RolePool.DECODE}  # where a leg alone is placed
 
 # Of an instance in one of these states it is unknown whether it can reserve: it gets the request without a reservation.
-SENT_UNRESERVED = FALLBACK_ORDER.keys() - {CandidateStatus.NOT_SHORTLISTED}
+PLACED_WITHOUT_RESERVATION = FALLBACK_ORDER.keys() - {CandidateStatus.NOT_SHORTLISTED}
 
 
 class Decision:
@@ -54,7 +54,7 @@ class Decision:
     _pool: RolePool | None = None  # the instances of a role; None: all instances
     _asked: Ask | None = None  # for forecasts that have not arrived yet
     _has_verdicts = False  # forecasts say only which deadlines are kept
-    _forecasts_anyway = False  # ask the chosen instance for a forecast also where the policy needs none
+    _forecasts_chosen = False  # ask the chosen instance for a forecast also where the policy needs none
     _num_failed = 0  # reservations that failed
     _is_placed = False
     _placement: Placement | None = None
@@ -73,7 +73,7 @@ class Decision:
         self.comparison, self._asked = self._compares(self.policy, self.core.instances), None
         self.comparison.leg = self.request.leg
         if self.admission is not None:
-            self.comparison.is_patient = self.admission.is_patient
+            self.comparison.is_background = self.admission.is_background
 
     # Events.
 
@@ -87,7 +87,7 @@ class Decision:
                 admission.defer_if_long(self._known(now_s), now_s)
             except (ValueError, NoInstanceError) as error:
                 return self._shed(error, now_s)
-        self.comparison.is_patient = admission.is_patient
+        self.comparison.is_background = admission.is_background
         return self._wait(now_s) if admission.is_behind_others else self._attempt(now_s)
 
     def answers(self, answers: Mapping[str, Answer], now_s: float) -> Intention:
@@ -166,9 +166,9 @@ class Decision:
         )
 
     @property
-    def gave_up(self) -> str:
-        """Why the request gave up its deadlines, `late` or `deferred`; empty where it did not."""
-        return "" if self.admission is None else self.admission.gave_up
+    def deadlines_dropped(self) -> str:
+        """Why the request dropped its deadlines, `late` or `deferred`; empty where it did not."""
+        return "" if self.admission is None else self.admission.deadlines_dropped
 
     @property
     def wait_until_s(self) -> float:
@@ -228,8 +228,8 @@ class Decision:
             until = self._until()
             self._has_verdicts = until != TO_THE_END
             with_delays = self.policy.needs_delays
-            is_patient = until in (OTHERS_KEPT, OTHERS_KEPT_AND_START)
-            min_slack_s = self.policy.min_slack_s[self.request.indicators.late] if is_patient else 0.0
+            is_background = until in (OTHERS_KEPT, OTHERS_KEPT_AND_START)
+            min_slack_s = self.policy.min_slack_s[self.request.indicators.late] if is_background else 0.0
             self._asked = Ask(shortlisted, others, with_delays, comparison.leg, comparison.in_s, until, min_slack_s)
             return self._asked
         comparison.compared = shortlisted
@@ -241,10 +241,10 @@ class Decision:
         if self.request.dry_run:
             return TO_THE_END
         if admission is None:
-            return self.policy.until(patient=False)
+            return self.policy.until(background=False)
         if objective.when_late == SHED_LATE or (objective.is_best_effort and not admission.may_wait):
             return TO_THE_END
-        return self.policy.until(patient=admission.is_patient)
+        return self.policy.until(background=admission.is_background)
 
     def _rank(self, now_s: float) -> None:
         """Score the forecasts that arrived, and keep what an explanation needs."""
@@ -298,7 +298,7 @@ class Decision:
             status.engine.allows(now_s)
         if self._num_failed >= rules.max_failed_reservations:
             return self._placed(None, now_s)
-        asks = (rules.forecast_always or self._forecasts_anyway) and not self.policy.needs_forecast
+        asks = (rules.forecast_always or self._forecasts_chosen) and not self.policy.needs_forecast
         if asks and compared.instance_id(best) not in comparison.answers:
             return Ask(compared.only(np.array([best], np.intp)), (), False, *comparison.leg_at(best))
         return comparison.reservation(conditional=self.num_conflicts < rules.max_conflicts)
@@ -331,7 +331,8 @@ class Decision:
             status.engine.allows(now_s)
             if candidate.forecast is not None:
                 candidate.num_reserved_since = status.versions.since(candidate.version, candidate.epoch)
-        if candidate.status in SENT_UNRESERVED or self._num_failed >= self.core.rules.max_failed_reservations:
+        has_failed = self._num_failed >= self.core.rules.max_failed_reservations
+        if has_failed or candidate.status in PLACED_WITHOUT_RESERVATION:
             return self._placed(None, now_s)
         return self._reserve()
 
@@ -401,10 +402,10 @@ class Decision:
         return self.comparison.is_admitted
 
     @property
-    def is_promised(self) -> bool:
+    def is_admitted_in_time(self) -> bool:
         """Whether the policy keeps deadlines, and the chosen instance keeps those of the request by forecast."""
-        admission = self.admission
-        return admission is not None and not admission.is_patient and self.policy.keeps_deadlines and self.is_admitted
+        has_deadlines = self.admission is not None and not self.admission.is_background
+        return has_deadlines and self.policy.keeps_deadlines and self.is_admitted
 
     @property
     def explanation(self) -> Explanation:

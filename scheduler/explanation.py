@@ -20,7 +20,7 @@ BASIS_OF = {
     CandidateStatus.INDICATORS: DecisionBasis.INDICATORS,
     CandidateStatus.FORECAST: DecisionBasis.FORECAST,
 }
-GAVE_UP = {
+WHY_DROPPED = {
     LATE: "late, as no instance keeps its deadlines",
     DEFERRED: "deferred, as it takes long and others would be late",
 }
@@ -135,7 +135,7 @@ class Explanation:
 def _status_of_compared(comparison: Comparison) -> CandidateStatus:
     if comparison.policy.needs_forecast:
         return CandidateStatus.FORECAST
-    return CandidateStatus.NOT_QUERIED if comparison.policy.is_blind else CandidateStatus.INDICATORS
+    return CandidateStatus.NOT_QUERIED if comparison.policy.reads_no_indicators else CandidateStatus.INDICATORS
 
 
 def notes_of(candidates: Sequence[Candidate]) -> str:
@@ -230,8 +230,8 @@ def why(placement: Placement, num_candidates: int) -> str:
         admitted = "" if placement.decision.is_admitted else ", not admitted by any instance"
         line += f"; held {placement.held_s:.3f} s{admitted}"
     decision = placement.decision
-    if decision.gave_up and not decision.request.objective.is_best_effort:
-        line += f"; {GAVE_UP[decision.gave_up]}"
+    if decision.deadlines_dropped and not decision.request.objective.is_best_effort:
+        line += f"; {WHY_DROPPED[decision.deadlines_dropped]}"
     return line + _without(skipped)
 
 

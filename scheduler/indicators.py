@@ -139,7 +139,7 @@ OTHERS = (
     Indicator(
         name="late",
         unit="0 or 1",
-        meaning="1 where this request gave up its deadlines: they cannot be kept, or it takes long under overload",
+        meaning="1 where this request dropped its deadlines: they cannot be kept, or it takes long under overload",
         source=IndicatorSource.REQUEST,
     ),
     Indicator(

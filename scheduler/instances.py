@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from predictor.suggestions import unknown_choice
 from scheduler.candidate import Candidate, CandidateStatus
 from scheduler.candidates import Candidates, Rows
 from scheduler.circuit import CircuitState
@@ -165,7 +166,7 @@ def role_named(text: str) -> str:
     """Return the role that a word means; ValueError for an unknown word."""
     role = OTHER_ROLE_WORDS.get(text, text)
     if role not in ROLES:
-        raise ValueError(f"role: {text!r} is none of {', '.join((*ROLES, *OTHER_ROLE_WORDS))}")
+        raise unknown_choice("role", text, (*ROLES, *OTHER_ROLE_WORDS))
     return role
 
 

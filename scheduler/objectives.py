@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from predictor.request import BEST_EFFORT, CLASSES, MAX_PRIORITY, REAL_TIME, Slo
-from predictor.suggestions import did_you_mean
+from predictor.suggestions import did_you_mean, require_choice
 from scheduler.toml_tables import entries_from, entries_in, require_fields, require_positive, require_text
 
 # What becomes of a request whose deadlines no instance can keep any more: it is served late, where that harms the
@@ -41,8 +41,7 @@ class Objective:
             raise ValueError(f"priority: must be a whole number within 32 bits, not {self.priority!r}")
         if not (math.isfinite(self.weight) and self.weight > 0):
             raise ValueError(f"weight: must be above 0, not {self.weight}")
-        if self.when_late not in WHEN_LATE:
-            raise ValueError(f"when_late: {self.when_late!r} is none of {', '.join(WHEN_LATE)}")
+        require_choice("when_late", self.when_late, WHEN_LATE)
 
     @property
     def is_best_effort(self) -> bool:

@@ -160,7 +160,7 @@ class PairComparison(Comparison):
 
     def _ttft_left_s(self) -> float:
         """Return how long from now the first token is due, where the policy keeps deadlines; else infinity."""
-        if not self.policy.keeps_deadlines or self.compared is None or self.is_patient:
+        if not self.policy.keeps_deadlines or self.compared is None or self.is_background:
             return math.inf
         return self.compared.request.due_s - self.compared.now_s
 

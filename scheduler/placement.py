@@ -48,7 +48,7 @@ class PlacementRequest:
     dry_run: bool = False
     arrived_s: float = 0.0  # at this scheduler
     waited_s: float = 0.0  # before that
-    patience_s: float = math.inf  # how long the caller waits for the decision
+    max_wait_s: float = math.inf  # how long the caller waits for the decision
     number: int = -1
     leg: str = SERVE  # prefill or decode: only this leg is placed
     objective: Objective = NO_OBJECTIVE

@@ -40,7 +40,7 @@ VERDICTS = {
     "predicted_attained", "others_missed", "predicted_preemptions", "others_preempted", "predicted_queue_s"
 }  # fmt: skip
 OF_START = {"predicted_ttft_s", "predicted_queue_s"}  # known at the first token
-LEAST_SLACK = "least_slack_s"  # which patient requests compare with the policy's `min_slack_s`
+LEAST_SLACK = "least_slack_s"  # which background requests compare with the policy's `min_slack_s`
 # What keeping a session on its instance may cost, and forecasts about deadlines, which it may not make worse.
 SESSION_COST, OF_DEADLINES = "predicted_e2e_s", ("predicted_attained", "others_missed")
 SESSION_COST_OF_INDICATORS = "queued_prefill_s"  # where a policy reads no forecasts
@@ -95,12 +95,12 @@ class Policy:
         hold = _hold_of(spec, entry)
         self._hold = condition(hold, f"policy: {spec.name}: hold") if hold else None
         # a condition of the user's own holds for all requests
-        harmless = entry.harmless.format(**spec.parameters) if spec.hold is None else ""
-        self._harmless = condition(harmless, f"policy: {spec.name}") if harmless else self._hold
+        no_other_misses = entry.no_other_misses.format(**spec.parameters) if spec.hold is None else ""
+        self._no_other_misses = condition(no_other_misses, f"policy: {spec.name}") if no_other_misses else self._hold
         eligible = entry.eligible.format(**spec.parameters) if spec.hold is None else ""
         self._eligible = condition(eligible, f"policy: {spec.name}") if eligible else None
         self.holds = self._hold is not None
-        self.keeps_deadlines = self._harmless is not self._hold
+        self.keeps_deadlines = self._no_other_misses is not self._hold
         self.hold_s = spec.hold_s
         self.length_quantiles = spec.length_quantiles
         self._sample = entry.sample if spec.sample is None else spec.sample
@@ -109,13 +109,13 @@ class Policy:
         self._shortlist_policy = Policy(_shortlist_spec(spec), generator, is_part=True) if self._k else None
         self.legs = None if is_part else _leg_rules(spec, entry, generator)
         applies = None if self.legs is None else self.legs.condition
-        parts = (self._filter, self._tie_break, self._shortlist_policy, self._hold, self._harmless, applies)
+        parts = (self._filter, self._tie_break, self._shortlist_policy, self._hold, self._no_other_misses, applies)
         self.needs = (*entry.needs, *_needs_of(*parts))
         self._session_affinity_s = spec.session_affinity
         session_needs = () if spec.session_affinity is None else _needs_of_sessions(self.needs)
         self.needs = (*self.needs, *session_needs)
         roots = list(roots_of(self.needs))
-        self.is_blind = not roots  # it reads no indicators
+        self.reads_no_indicators = not roots
         self.forecast_fields = tuple(_forecast_fields(self.needs))
         self.needs_forecast = bool(self.forecast_fields)
         names = {*self.forecast_fields, "predicted_e2e_s"}  # the latter shows where a request would never finish
@@ -123,7 +123,7 @@ class Policy:
             names |= {"predicted_ttft_s", "predicted_queue_s"}  # which say how late a request may start
         self.needs_delays = any(root.name in ON_OTHERS for root in roots)
         self._reads = (*entry.needs, *_needs_of(self._filter, self._tie_break, applies), *session_needs)
-        self._until = {patient: self._simulated_until(patient=patient) for patient in (False, True)}
+        self._until = {background: self._simulated_until(background=background) for background in (False, True)}
         self.long = spec.parameters.get("long", 0.0) if self.keeps_deadlines else 0.0  # 0: it defers no request
         # that `least_slack_s` has to reach: of best effort, and of late requests
         self.min_slack_s = tuple(spec.parameters[name] for name in entry.least_slack or ()) or (0.0, 0.0)
@@ -137,21 +137,21 @@ class Policy:
         if _needs_forecast(_needs_of(self._filter)):
             raise ValueError("policy: filter: reads forecasts, which are made only for candidates that pass it")
 
-    def until(self, *, patient: bool) -> int:
-        """Return how far forecasts have to be simulated for a patient request, or for another."""
-        return self._until[patient]
+    def until(self, *, background: bool) -> int:
+        """Return how far forecasts have to be simulated for a background request, or for another."""
+        return self._until[background]
 
-    def _simulated_until(self, *, patient: bool) -> int:
+    def _simulated_until(self, *, background: bool) -> int:
         if self.length_quantiles > 1:
             return TO_THE_END
         if not self.holds:
             return FIRST_TOKEN if _forecast_fields(self.needs) <= OF_START and not self.needs_delays else TO_THE_END
         if not self.keeps_deadlines:
             return TO_THE_END
-        fields = _forecast_fields((*self._reads, *_needs_of(self._harmless if patient else self._hold)))
-        if not fields <= (VERDICTS | {LEAST_SLACK} if patient else VERDICTS):
+        fields = _forecast_fields((*self._reads, *_needs_of(self._no_other_misses if background else self._hold)))
+        if not fields <= (VERDICTS | {LEAST_SLACK} if background else VERDICTS):
             return TO_THE_END
-        if not patient:
+        if not background:
             return ALL_KEPT
         return OTHERS_KEPT_AND_START if "predicted_queue_s" in fields else OTHERS_KEPT
 
@@ -204,12 +204,12 @@ class Policy:
                 return order
         return np.concatenate(([other], order[order != other]))
 
-    def admits(self, candidates: Candidates, *, patient: bool = False) -> npt.NDArray[np.bool_]:
+    def admits(self, candidates: Candidates, *, background: bool = False) -> npt.NDArray[np.bool_]:
         """Return which candidates admit the request now; an unknown condition counts as false.
 
-        A `patient` request is late already, or has no deadlines: it only must not make others miss theirs.
+        A `background` request is late already, or has no deadlines: it only must not make others miss theirs.
         """
-        condition = self._harmless if patient else self._hold
+        condition = self._no_other_misses if background else self._hold
         if condition is None:
             return np.ones(len(candidates), np.bool_)
         return condition.holds(candidates)

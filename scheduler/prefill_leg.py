@@ -25,7 +25,7 @@ class PrefillDecision(Decision):
     def __init__(self, core: SchedulerCore, request: PlacementRequest, policy: Policy, *, forecasts: bool) -> None:
         """Prepare it; with `forecasts` the chosen instance forecasts the leg whatever the policy reads."""
         super().__init__(core, replace(request, leg=PREFILL, dry_run=False), policy)
-        self._forecasts_anyway = forecasts
+        self._forecasts_chosen = forecasts
 
     def choose_again(self, now_s: float) -> Intention:
         """Choose once more before the reservation, as others may have been made since the answers.

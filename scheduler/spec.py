@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from predictor.request import require_quantiles
-from predictor.suggestions import did_you_mean
+from predictor.suggestions import did_you_mean, require_choice
 from scheduler.policies import entry_named
 from scheduler.policies.entry import Parameter, PolicyEntry
 
@@ -175,8 +175,7 @@ def _text(name: str, value: Any) -> str:
 
 
 def _order(value: Any) -> str:
-    if value not in ORDERS:
-        raise ValueError(f"order: {value!r:.40} is none of {', '.join(ORDERS)}")
+    require_choice("order", value, ORDERS)
     return str(value)
 
 

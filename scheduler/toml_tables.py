@@ -47,7 +47,7 @@ def entries_from(tables: Any, key: str, read: Callable[[Mapping[str, Any]], Entr
                 raise ValueError(f"name: the entry must be a table, not {table!r:.40}")
             entry = read(table)
             if entry.name in names:
-                raise ValueError(f"name: {entry.name!r} is there twice")
+                raise ValueError(f"name: {entry.name!r} is a duplicate")
         except ValueError as error:
             raise ValueError(f"{key}[{index}].{error}") from None
         names.add(entry.name)

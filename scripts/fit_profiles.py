@@ -34,6 +34,7 @@ from predictor.fitting.vidur_tables import (
 )
 from predictor.profile import FITTED, KvTransferTime, Profile, SuggestedEngine, profile_to_json
 from predictor.step_time import StepTime
+from predictor.suggestions import unknown_choice
 from simulator.measured_runs import MEASURED_RUNS, latencies_of
 from simulator.reference_data import data_folder
 from simulator.replay import replay
@@ -105,7 +106,7 @@ def main() -> int:
         return 2
     unknown = sorted(set(arguments.names) - set(PROFILES))
     if unknown:
-        sys.stderr.write(f"names: {unknown[0]!r} is none of {', '.join(PROFILES)}\n")
+        sys.stderr.write(f"{unknown_choice('names', unknown[0], PROFILES)}\n")
         return 2
     for name in arguments.names or PROFILES:
         profile = PROFILES[name](data)

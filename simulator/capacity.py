@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from scipy.special import stdtrit
 
+from predictor.suggestions import require_choice
 from simulator.assembly import simulation
 from simulator.metrics import latencies, percentile_of_all
 from simulator.parallel import Runner, one_by_one
@@ -35,8 +36,7 @@ class LatencyObjective:
 
     def __post_init__(self) -> None:
         """Reject values out of range, naming the field."""
-        if self.metric not in ("ttft_s", "tpot_s", "e2e_s"):
-            raise ValueError(f"objective.metric: {self.metric!r} is none of ttft_s, tpot_s, e2e_s")
+        require_choice("objective.metric", self.metric, ("ttft_s", "tpot_s", "e2e_s"))
         if not 0 < self.percentile <= 100:
             raise ValueError(f"objective.percentile: must be above 0 and at most 100, not {self.percentile}")
         if not 0 < self.limit_s < math.inf:

@@ -100,7 +100,7 @@ def requests_from_file(path: str, *, block_size: int) -> list[RequestFacts]:
         try:
             request = request_from(data, block_size=block_size, default_id=str(index))
             if request.request_id in seen:
-                raise ValueError(f"request_id: {request.request_id!r} is there twice")
+                raise ValueError(f"request_id: {request.request_id!r} is a duplicate")
         except ValueError as error:
             raise ValueError(f"{path}: requests[{index}].{error}") from None
         seen.add(request.request_id)

@@ -10,9 +10,10 @@ from typing import Any
 
 from predictor.config import require_count
 from predictor.lengths import RESIDUALS
+from predictor.suggestions import require_choice
 from scheduler.admission.order import ARRIVAL_TURN
 from scheduler.admission.order import TURNS as LIVE_TURNS
-from simulator.field_checks import require_choice, require_flag, require_number, require_share, require_string
+from simulator.field_checks import require_flag, require_number, require_share, require_string
 
 ENGINE_CACHE, SENT_INDEX = "engine", "sent"
 LATE_LAST, FEWEST_LATE = "late_last", "fewest_late"
@@ -57,7 +58,7 @@ class Conditions:
 
     The settings of the admission queue are those of `DecisionRules`, with the same names; None is any number. Two more
     turns sort the whole queue by what is late, which is a request that was held for `late_s`. A caller waits for a
-    placement for `patience_s`; None is any time.
+    placement for `max_wait_s`; None is any time.
     """
 
     num_schedulers: int = 1
@@ -78,7 +79,7 @@ class Conditions:
     max_held_best_effort: int | None = None
     max_held_real_time: int | None = None
     best_effort_share: float = 0.05
-    patience_s: float | None = None
+    max_wait_s: float | None = None
     deadline_margin_s: float = 0.0  # by which a request has to be early by its forecast to be admitted
     prefix_view: str = ENGINE_CACHE
     hop_s: float = 0.003
@@ -107,8 +108,8 @@ class Conditions:
         for name in HELD_LIMITS:
             if getattr(self, name) is not None:
                 require_count(name, getattr(self, name), at_least=0)
-        if self.patience_s is not None:
-            require_number("patience_s", self.patience_s)
+        if self.max_wait_s is not None:
+            require_number("max_wait_s", self.max_wait_s)
         for tenant, weight in self.tenant_weights:
             require_string("tenant_weights", tenant)
             require_number(f"tenant_weights.{tenant}", weight, above=0)
@@ -140,7 +141,9 @@ def require_outages(outages: Sequence[Outage], num_instances: int) -> None:
     """Reject outages of unknown instances, and outages of one instance that overlap."""
     for outage in outages:
         if outage.instance >= num_instances:
-            raise ValueError(f"outage.instance: {outage.instance} is none of {num_instances}")
+            raise ValueError(
+                f"outage.instance: must be below {num_instances}, the number of instances, not {outage.instance}"
+            )
     by_instance = sorted(outages, key=lambda outage: (outage.instance, outage.from_s))
     for one, other in pairwise(by_instance):
         if one.instance == other.instance and other.from_s < one.until_s:

@@ -88,7 +88,7 @@ class CoupledSimulation(Simulation):
         else:
             made.instance, made.scheduler, made.prefill_instance = index, which, NONE
             made.num_sends += 1
-            made.decided_s, made.promised = now_s, decision.is_promised
+            made.decided_s, made.admitted_in_time = now_s, decision.is_admitted_in_time
             made.predicted_ttft_s, made.predicted_e2e_s, _ = self.predicted.get((reserve.leg, index), UNKNOWN)
             if reserve.leg == DECODE:
                 self.send_by(coupled.await_decode, number, index, visible_s, arrives_s + reserve.in_s)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-
-from predictor.suggestions import did_you_mean
 
 
 def require_number(
@@ -36,10 +33,3 @@ def require_string(name: str, value: object) -> None:
     """Reject what is no text; it may be empty."""
     if not isinstance(value, str):
         raise ValueError(f"{name}: must be a text, not {value!r:.40}")
-
-
-def require_choice(name: str, value: object, choices: Sequence[str]) -> None:
-    """Reject what is none of some words."""
-    if not isinstance(value, str) or value not in choices:
-        hint = did_you_mean(value, choices) if isinstance(value, str) else ""
-        raise ValueError(f"{name}: {value!r:.40} is none of {', '.join(choices)}{hint}")

@@ -138,9 +138,9 @@ def run_trial(trial: GoodputTrial) -> dict[str, Any]:
         return {**at_most, "is_stopped": True}
     found = attained_in(result, counts)
     found["report"] = attainment_report(served_requests(result, latencies(result)).chosen(counts))
-    promised = has_deadline & (running.decisions.promised > 0)
-    found["admitted"] = float(promised.sum() / has_deadline.sum())
-    found["admitted_missed"] = float(missed_so_far(running)[promised].mean()) if promised.any() else None
+    admitted = has_deadline & (running.decisions.admitted_in_time > 0)
+    found["admitted"] = float(admitted.sum() / has_deadline.sum())
+    found["admitted_missed"] = float(missed_so_far(running)[admitted].mean()) if admitted.any() else None
     if moved is not None:
         start_s, end_s = work.arrival_s[counts][[0, -1]]
         found["num_serving"] = moved.serving_s(end_s, start_s) / max(end_s - start_s, LEAST_S)

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from predictor.request import REAL_TIME, RequestFacts, Slo
+from predictor.suggestions import require_choice
 from simulator.mix import MixEntry
 
 MAX_REQUESTS = 1_000_000
@@ -39,8 +40,7 @@ class Timing:
 
     def __post_init__(self) -> None:
         """Reject values out of range, naming the field."""
-        if self.kind not in ARRIVALS:
-            raise ValueError(f"arrivals: {self.kind!r} is none of {', '.join(ARRIVALS)}")
+        require_choice("arrivals", self.kind, ARRIVALS)
         for name in ("rate", "cv", "speed"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
@@ -169,7 +169,7 @@ def lengths_of(text: str, field: str, *, continuous: bool = False) -> Draw:
             return lambda generator, num: _by_quantiles(pairs[::2], pairs[1::2], generator.random(num), continuous)
         case _, [number] if not words and number >= 1:
             return lambda _, num: [number] * num
-    raise ValueError(f"{field}: {text!r} is none of {LENGTH_FORMS}")
+    raise ValueError(f"{field}: must be one of {LENGTH_FORMS}, not {text!r}")
 
 
 def _by_quantiles(

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from predictor.gain import ServiceLevels, default_levels
 from predictor.request import CLASSES, MAX_PRIORITY, RequestFacts, Slo
+from predictor.suggestions import require_choice
 from scheduler.objectives import (
     MAX_NAME,
     NO_OBJECTIVE,
@@ -66,8 +67,8 @@ class MixEntry:
             raise ValueError("ttft_slo_token_s: is added to ttft_slo_s, which is missing")
         if self.request_class is not None and self.request_class not in CLASSES:
             raise ValueError(f"class: {self.request_class!r} is neither {' nor '.join(CLASSES)}")
-        if self.when_late is not None and self.when_late not in WHEN_LATE:
-            raise ValueError(f"when_late: {self.when_late!r} is none of {', '.join(WHEN_LATE)}")
+        if self.when_late is not None:
+            require_choice("when_late", self.when_late, WHEN_LATE)
         if self.tenant is not None:
             require_text("tenant", self.tenant)
         if self.objective is not None:

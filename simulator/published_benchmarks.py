@@ -23,6 +23,7 @@ from predictor.fitting.model_config import model_shape
 from predictor.fitting.model_shape import ModelShape
 from predictor.fitting.roofline import Parallelism, Roofline, RooflineConstants
 from predictor.request import RequestFacts
+from predictor.suggestions import unknown_choice
 from simulator.replay import replay
 
 POINTS = "measured/silicon_ttft_tpot.csv"
@@ -173,7 +174,7 @@ def _requests(clients: int, prompt_tokens: int, output_tokens: int, turns: int) 
 def _benchmark(row: Mapping[str, str]) -> Benchmark:
     model = row["model_path"].rsplit("/", 1)[-1]
     if model not in MODELS:
-        raise ValueError(f"{POINTS}: model_path: {row['model_path']!r} is none of {', '.join(MODELS)}")
+        raise unknown_choice(f"{POINTS}: model_path", row["model_path"], MODELS)
     return Benchmark(
         engine=row["backend"],
         version=row["backend_version"],

@@ -22,7 +22,7 @@ DECISION = np.dtype(
         ("status", "i4"),
         ("num_sends", "i4"),
         ("prefill_instance", "i4"),  # of the prefill leg; NONE where the request was served whole
-        ("promised", "i4"),  # 1: placed where all its deadlines are kept by forecast, and those of others
+        ("admitted_in_time", "i4"),  # 1: placed where all its deadlines are kept by forecast, and those of others
         ("demoted", "i4"),  # 1: served as best effort, as no instance could keep its deadlines
         ("predicted_ttft_s", "f8"),
         ("predicted_e2e_s", "f8"),

@@ -102,7 +102,10 @@ class Simulation:
             self._session_ids = [str(one) if one >= 0 else "" for one in self.work.session.tolist()]
         self._has_fresh_indicators = self.conditions.has_fresh_indicators
         self._no_hits = np.zeros(len(self.specs)) if lengths.num_contents == 0 else None
-        names = ("instance", "scheduler", "num_sends", "promised", "predicted_ttft_s", "predicted_e2e_s", "decided_s")
+        names = (
+            "instance", "scheduler", "num_sends", "admitted_in_time",
+            "predicted_ttft_s", "predicted_e2e_s", "decided_s",
+        )  # fmt: skip
         self.columns = tuple(np.asarray(self.decisions[name]) for name in names)
 
     def run(self, progress: Callable[[int], bool | None] | None = None) -> RunResult:
@@ -257,7 +260,7 @@ class Simulation:
             indicators=indicators,
             any_model=True,
             arrived_s=self._arrival_s[number],
-            patience_s=self._patience_s(number, now_s),
+            max_wait_s=self._max_wait_s(number, now_s),
             objective=levels.objectives[number],
             client_id=levels.tenants[number],
             session_id=self._session_ids[number] if self._session_ids else "",
@@ -266,10 +269,10 @@ class Simulation:
         if self._prepare(decision, which, now_s):
             self._drive(decision, decision.start(now_s), which, now_s)
 
-    def _patience_s(self, number: int, now_s: float) -> float:
+    def _max_wait_s(self, number: int, now_s: float) -> float:
         """Return how long after the arrival the caller waits for a decision that starts now."""
-        patience_s = self.conditions.patience_s
-        return math.inf if patience_s is None else now_s - self._arrival_s[number] + patience_s
+        max_wait_s = self.conditions.max_wait_s
+        return math.inf if max_wait_s is None else now_s - self._arrival_s[number] + max_wait_s
 
     def _wake(self, what: tuple[int, Decision], now_s: float) -> None:
         """Tick a decision that waits, unless it was ticked earlier."""
@@ -353,9 +356,9 @@ class Simulation:
     def _send(self, decision: Decision, reserve: Reserve, which: int, now_s: float) -> None:
         """Reserve a request at an instance; the next refresh sends it."""
         number, index, conditions = decision.request.number, reserve.row, self.conditions
-        instances, schedulers, num_sends, promised, predicted_ttft_s, predicted_e2e_s, decided_s = self.columns
+        instances, schedulers, num_sends, admitted_in_time, predicted_ttft_s, predicted_e2e_s, decided_s = self.columns
         instances[number], schedulers[number], decided_s[number] = index, which, now_s
-        promised[number] = decision.is_promised
+        admitted_in_time[number] = decision.is_admitted_in_time
         num_sends[number] += 1
         if self._needs_forecast:
             best = decision.comparison.position

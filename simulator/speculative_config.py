@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from predictor.speculation import METHODS
+from predictor.suggestions import unknown_choice
 
 # vLLM's names of methods that are scheduled like one of ours
 SAME_AS = {"eagle3": "eagle", "ngram_gpu": "ngram"}
@@ -32,5 +33,5 @@ def speculative_settings(text: str) -> Mapping[str, Any]:
             raise ValueError(f"speculative_config.{name}: is missing")
     method = SAME_AS.get(given["method"], given["method"])
     if method not in METHODS:
-        raise ValueError(f"speculative_config.method: {given['method']!r} is none of {', '.join((*METHODS, *SAME_AS))}")
+        raise unknown_choice("speculative_config.method", given["method"], (*METHODS, *SAME_AS))
     return {"speculative_method": method, "num_speculative_tokens": given["num_speculative_tokens"]}

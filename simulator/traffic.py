@@ -12,10 +12,10 @@ import numpy as np
 
 from predictor.config import require_count
 from predictor.gain import ServiceLevels, service_levels_of
-from predictor.suggestions import did_you_mean
+from predictor.suggestions import did_you_mean, require_choice
 from simulator import workload as work
 from simulator.conversations import Turns, conversations
-from simulator.field_checks import require_choice, require_flag, require_number, require_share, require_string
+from simulator.field_checks import require_flag, require_number, require_share, require_string
 from simulator.load_plan import lengths_of as distribution
 from simulator.load_plan import whole
 from simulator.reference_data import data_folder

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from predictor.fitting.constants import UNITS, Calibrated
 from predictor.fitting.regression import Steps, predict
 from predictor.step_time import StepTime
+from predictor.suggestions import require_choice
 
 Array = NDArray[np.float64]
 
@@ -182,8 +183,7 @@ def calibrate(
     `replay` serves all requests, of which only those `compared` are fitted; `steps` are observed steps, if there are.
     """
     for name in constants:
-        if name not in UNITS:
-            raise ValueError(f"constants: {name!r} is none of {', '.join(UNITS)}")
+        require_choice("constants", name, UNITS)
     chosen = np.ones(len(measured.output_tokens), np.bool_) if compared is None else compared
     if chosen.sum() < MIN_REQUESTS:
         raise ValueError(f"requests: {int(chosen.sum())} are too few to calibrate, {MIN_REQUESTS} are needed")

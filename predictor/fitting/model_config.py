@@ -8,6 +8,7 @@ from typing import Any
 from predictor.config import require_count
 from predictor.fitting.model_shape import Experts, LatentAttention, LinearAttention, ModelShape, SlidingWindow
 from predictor.fitting.quantization import dtype_bytes, kv_number_bytes, weight_bytes_of
+from predictor.suggestions import require_choice
 
 Config = Mapping[str, Any]
 
@@ -169,8 +170,7 @@ def _layer_kinds(config: Config, layers: int) -> list[str]:
         if len(listed) != layers:
             raise ValueError(f"layer_types: has {len(listed)} entries, but num_hidden_layers is {layers}")
         for kind in listed:
-            if kind not in LAYER_TYPES:
-                raise ValueError(f"layer_types: {kind!r} is none of {', '.join(LAYER_TYPES)}")
+            require_choice("layer_types", kind, LAYER_TYPES)
         return [str(kind) for kind in listed]
     if interval := _whole(config, "full_attention_interval", 0):
         return [LINEAR if (layer + 1) % interval else FULL for layer in range(layers)]

@@ -8,6 +8,7 @@ from typing import Any
 
 from predictor.config import require_count
 from predictor.fitting.model_shape import WeightBytes
+from predictor.suggestions import require_choice, unknown_choice
 
 BYTES_OF_DTYPE = {"bfloat16": 2, "float16": 2, "half": 2, "float32": 4, "float": 4, "fp8": 1}
 BYTES_OF_CACHE = BYTES_OF_DTYPE | {"fp8_e4m3": 1, "fp8_e5m2": 1, "fp8_inc": 1, "nvfp4": 9 / 16}
@@ -43,8 +44,7 @@ def dtype_of(config: Mapping[str, Any]) -> str:
 def dtype_bytes(config: Mapping[str, Any]) -> int:
     """Return the bytes of a weight that is not quantized."""
     dtype = dtype_of(config)
-    if dtype not in BYTES_OF_DTYPE:
-        raise ValueError(f"torch_dtype: {dtype!r} is none of {', '.join(BYTES_OF_DTYPE)}")
+    require_choice("torch_dtype", dtype, BYTES_OF_DTYPE)
     return BYTES_OF_DTYPE[dtype]
 
 
@@ -67,8 +67,7 @@ def weight_bytes_of(config: Mapping[str, Any]) -> WeightBytes:
 def kv_number_bytes(config: Mapping[str, Any], *, cache_dtype: str = "auto") -> float:
     """Return the bytes of a number of the KV cache: as given, else as the model's file says, else as the weights."""
     if cache_dtype != "auto":
-        if cache_dtype not in BYTES_OF_CACHE:
-            raise ValueError(f"kv_cache_dtype: {cache_dtype!r} is none of auto, {', '.join(BYTES_OF_CACHE)}")
+        require_choice("kv_cache_dtype", cache_dtype, ("auto", *BYTES_OF_CACHE))
         return float(BYTES_OF_CACHE[cache_dtype])
     given = config.get(FIELD)
     given = given if isinstance(given, Mapping) else {}
@@ -79,7 +78,7 @@ def kv_number_bytes(config: Mapping[str, Any], *, cache_dtype: str = "auto") -> 
     algorithm = given.get("kv_cache_quant_algo") or (inner or {}).get("kv_cache_quant_algo")
     if algorithm:
         if str(algorithm).upper() not in ("FP8", "NVFP4"):
-            raise ValueError(f"{FIELD}.kv_cache_quant_algo: {algorithm!r} is none of FP8, NVFP4")
+            raise unknown_choice(f"{FIELD}.kv_cache_quant_algo", algorithm, ("FP8", "NVFP4"))
         return 1.0 if str(algorithm).upper() == "FP8" else NVFP4_BITS / 8
     return float(max(2, dtype_bytes(config)))
 
@@ -102,7 +101,7 @@ def _quantization(given: Mapping[str, Any]) -> Quantization:
         return _config_group(_first_group(given, "config_groups"), "weights", "input_activations", "num_bits")
     if method == "quark":
         return _quark(given)
-    raise ValueError(f"{FIELD}.quant_method: {method or None!r} is none of {', '.join(METHODS)}")
+    raise unknown_choice(f"{FIELD}.quant_method", method or None, METHODS)
 
 
 def _modelopt(given: Mapping[str, Any]) -> Quantization:
@@ -113,7 +112,7 @@ def _modelopt(given: Mapping[str, Any]) -> Quantization:
         return Quantization(weight_bits=NVFP4_BITS, compute_bits=4)
     if algorithm.startswith("W4A"):
         return _grouped(4, given.get("group_size"))
-    raise ValueError(f"{FIELD}.quant_algo: {algorithm or None!r} is none of FP8, NVFP4, W4A16_AWQ")
+    raise unknown_choice(f"{FIELD}.quant_algo", algorithm or None, ("FP8", "NVFP4", "W4A16_AWQ"))
 
 
 def _config_group(group: Mapping[str, Any], weights: str, activations: str, bits: str) -> Quantization:
@@ -143,7 +142,8 @@ def _quark(given: Mapping[str, Any]) -> Quantization:
         return Quantization(weight_bits=MXFP4_BITS, compute_bits=4)
     if dtype in ("int8", "int4", "uint4"):
         return _grouped(8 if dtype == "int8" else 4, weight.get("group_size"))
-    raise ValueError(f"{FIELD}.global_quant_config.weight.dtype: {dtype!r} is none of fp8_e4m3, fp4, int8, int4, uint4")
+    known = ("fp8_e4m3", "fp4", "int8", "int4", "uint4")
+    raise unknown_choice(f"{FIELD}.global_quant_config.weight.dtype", dtype, known)
 
 
 def _grouped(bits: int, group_size: object) -> Quantization:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from predictor.mirror.scraped_metrics import ScrapedMetrics
 from predictor.mirror.tracker import LEARN_STEPS, Tracker
 
-LAG_KEPT = 0.98  # of the model's lag, from one scrape to the next: old counting errors fade
+LAG_KEPT = 0.98  # of the model's lag, from one scrape to the next: old counting errors decay
 MAX_DIFFERENCE = 1 / 8  # of the running requests; with more, engine and model do not run the same requests
 MAX_MISMATCHES = 4  # scrapes in a row with other requests; after them the counts start again
 LEARN_S = 1.0  # long enough to learn the pace from fewer steps than LEARN_STEPS

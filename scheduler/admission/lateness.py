@@ -50,6 +50,6 @@ def retry_after_s(core: SchedulerCore, request: PlacementRequest, compared: Cand
     rate = core.shares_of(request.model).tokens_per_s(now_s, real_time_only=not is_best_effort)
     queued_s = 0.0
     if queue is not None and rate > 0:
-        tokens, all_left_s = queue.backlog(now_s, patient=is_best_effort)
+        tokens, all_left_s = queue.backlog(now_s, background=is_best_effort)
         queued_s = min(tokens / rate, all_left_s - ttft_s)
     return min(MAX_RETRY_AFTER_S, max(MIN_RETRY_AFTER_S, queued_s, late_s))

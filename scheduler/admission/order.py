@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from predictor.suggestions import did_you_mean
+from predictor.suggestions import require_choice
 
 AGEING_S = 10.0  # of waiting that counts as much as one step of priority
 MAX_TENANTS = 10_000  # whose tokens are remembered
@@ -106,8 +106,7 @@ TURNS: dict[str, Callable[[Mapping[str, float]], HeadOf]] = {  # made with the w
 
 def turn_named(name: str, weights: Mapping[str, float] = MappingProxyType({})) -> HeadOf:
     """Return an order by name, without any memory of requests."""
-    if name not in TURNS:
-        raise ValueError(f"admission_turn: {name!r} is none of {', '.join(TURNS)}{did_you_mean(name, TURNS)}")
+    require_choice("admission_turn", name, TURNS)
     return TURNS[name](weights)
 
 

@@ -24,7 +24,7 @@ from scheduler.columns import Column
 
 RETRY_S = 0.05  # mean pause between two attempts of the first request, at first
 ASK_AGAIN_S = 0.1  # until an instance that did not admit a request is asked again, if no request has finished there
-PATIENT_ASK_AGAIN_S = 0.5  # for a request that has no deadline to miss
+BACKGROUND_ASK_AGAIN_S = 0.5  # for a request that has no deadline to miss
 
 Order = Callable[[Sequence[int], float], Sequence[int]]  # the numbers of waiting requests, by turn, at a time
 
@@ -60,10 +60,10 @@ class AdmissionQueue:
         return self._numbers.copy()
 
     @property
-    def surplus(self) -> int:
+    def next_to_leave(self) -> int:
         """The request that leaves where too many wait: the oldest without a deadline to miss, else the oldest."""
-        patient = [lane[0] for key, lane in self._lanes.items() if is_patient(key)]
-        return min(patient, default=self._numbers[0])
+        background = [lane[0] for key, lane in self._lanes.items() if is_background(key)]
+        return min(background, default=self._numbers[0])
 
     @property
     def is_full(self) -> bool:
@@ -89,7 +89,7 @@ class AdmissionQueue:
         """Return whether a request that is about to be late may be tried before the first one of its lane."""
         return self.order is not None or are_level(self.turn, self._requests[number], self._requests[head])
 
-    def next_smaller(self, number: int) -> int:
+    def next_shorter(self, number: int) -> int:
         """Return the first request behind another in its lane that is shorter; -1 where there is none.
 
         A long request that no instance admits now does not delay a short one that an instance may admit.
@@ -103,8 +103,8 @@ class AdmissionQueue:
 
     def has_urgent(self, loosest_tpot_s: float, number: int) -> bool:
         """Return whether another request waits that has a deadline to miss and a target no stricter than this one."""
-        least = lane_of(loosest_tpot_s, patient=False)
-        return any(key >= least and not is_patient(key) and lane != [number] for key, lane in self._lanes.items())
+        least = lane_of(loosest_tpot_s, background=False)
+        return any(key >= least and not is_background(key) and lane != [number] for key, lane in self._lanes.items())
 
     def has_lane(self, lane: int) -> bool:
         """Return whether any request waits before one that joins a lane."""
@@ -125,7 +125,7 @@ class AdmissionQueue:
         heads = [self.head(now_s, lane) for lane in sorted(self._lanes)]
         if isinstance(self.turn, FairTurns):
             tokens_of = self.turn.tokens_of
-            heads.sort(key=lambda head: (is_patient(self.lane_of(head)), tokens_of(self._requests[head].tenant)))
+            heads.sort(key=lambda head: (is_background(self.lane_of(head)), tokens_of(self._requests[head].tenant)))
         return heads
 
     def join(self, number: int, deadline_s: float = math.inf, request: WaitingRequest | None = None) -> None:
@@ -162,19 +162,19 @@ class AdmissionQueue:
         """Return the lane of a request."""
         return self._requests[number].lane
 
-    def backlog(self, now_s: float, *, patient: bool) -> tuple[float, float]:
+    def backlog(self, now_s: float, *, background: bool) -> tuple[float, float]:
         """Return the tokens that wait before a new request, and after how many seconds all of them have left.
 
         Requests with deadlines to miss wait behind each other only, and until they are late at most.
         """
         ahead = [self._requests[number] for key, lane in self._lanes.items() for number in lane
-                 if patient or not is_patient(key)]  # fmt: skip
-        leave_s = (min(one.leave_s, math.inf if is_patient(one.lane) else one.due_s) for one in ahead)
+                 if background or not is_background(key)]  # fmt: skip
+        leave_s = (min(one.leave_s, math.inf if is_background(one.lane) else one.due_s) for one in ahead)
         return sum(one.num_tokens for one in ahead), max(leave_s, default=now_s) - now_s
 
     def must_leave(self, number: int, now_s: float) -> bool:
         """Return whether a request leaves the queue now, also if no instance admits it."""
-        return self._requests[number].leave_s <= now_s or (self.is_full and number == self.surplus)
+        return self._requests[number].leave_s <= now_s or (self.is_full and number == self.next_to_leave)
 
     def deadline_s(self, number: int) -> float:
         """Return when a request leaves at the latest."""
@@ -187,25 +187,25 @@ class AdmissionQueue:
 # Lanes.
 
 NO_NUMBER = -1
-PATIENT = 1 << 20  # added to the lanes of requests that must not make others miss a deadline
-LANES_PER_OCTAVE = 2
+BACKGROUND = 1 << 20  # added to the lanes of requests that must not make others miss a deadline
+LANES_PER_DOUBLING = 2  # of the target
 LOOSEST = 100  # the lane of requests without a target for the time per token
 
 
-def lane_of(tpot_slo_s: float, *, patient: bool) -> int:
-    """Return the lane of requests with about this target; `patient` ones are best effort, late already, or deferred.
+def lane_of(tpot_slo_s: float, *, background: bool) -> int:
+    """Return the lane of requests with about this target; those of background requests come last.
 
     A lower lane is stricter. Targets within a factor of about 1.4 share a lane, so that there are few lanes.
     """
     lane = LOOSEST
     if 0 < tpot_slo_s < math.inf:
-        lane = min(LOOSEST - 1, max(-LOOSEST, round(LANES_PER_OCTAVE * math.log2(tpot_slo_s))))
-    return lane + PATIENT if patient else lane
+        lane = min(LOOSEST - 1, max(-LOOSEST, round(LANES_PER_DOUBLING * math.log2(tpot_slo_s))))
+    return lane + BACKGROUND if background else lane
 
 
-def is_patient(lane: int) -> bool:
-    """Return whether the requests of a lane are patient: they must not make others miss a deadline."""
-    return lane >= PATIENT // 2
+def is_background(lane: int) -> bool:
+    """Return whether the requests of a lane are in the background: they must not make others miss a deadline."""
+    return lane >= BACKGROUND // 2
 
 
 class RecentRefusals:

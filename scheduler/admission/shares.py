@@ -21,10 +21,10 @@ class ClassShares:
         if now_s - self._counted_s > PAUSE_S:
             self._best_effort = self._all = 0.0
             self._since_s = self._counted_s = now_s
-        fade = left_after(now_s - self._counted_s)
+        decay = left_after(now_s - self._counted_s)
         self._counted_s = max(now_s, self._counted_s)
-        self._all = self._all * fade + num_tokens
-        self._best_effort = self._best_effort * fade + (num_tokens if best_effort else 0.0)
+        self._all = self._all * decay + num_tokens
+        self._best_effort = self._best_effort * decay + (num_tokens if best_effort else 0.0)
 
     def tokens_per_s(self, now_s: float, *, real_time_only: bool = False) -> float:
         """Return the rate of admitted tokens since counting started; 0 where that is not known."""

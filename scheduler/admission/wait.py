@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 FINISHED = INDEX_OF["num_finished_total"]
 # Maximum wait for an instance where no other request would miss a deadline: of best effort, and of late requests under
 # overload; then of late requests without overload. For late requests it starts at their own deadline.
-MAX_PATIENT_S, MAX_LATE_S = 60.0, 10.0
+MAX_BACKGROUND_WAIT_S, MAX_LATE_S = 60.0, 10.0
 CACHED_SHARE = 0.2  # of a prompt: an instance that has more of it may admit a request although it refused the last one
 
 
@@ -50,7 +50,7 @@ class NextStep(Enum):
 class AdmissionWait:
     """The wait of one request, by a policy that holds requests; it starts before the request joins the queue.
 
-    A patient request is best effort, late already, or deferred: it must not make others miss a deadline.
+    A background request is best effort, late already, or deferred: it must not make others miss a deadline.
     """
 
     queue: AdmissionQueue | None = None  # while it waits there, or tries between two waits
@@ -59,9 +59,9 @@ class AdmissionWait:
     wait_until_s = math.inf
     may_wait = True
     refused_because = QUEUE_FULL
-    passing: Rows | None = None  # the instances that it may ask before its turn: they refused a longer request
+    retry_on: Rows | None = None  # instances that it may try before its turn: they have just refused a longer request
     _asks_all = True  # also the instances that have just refused
-    gave_up = ""  # why the request gave up its deadlines
+    deadlines_dropped = ""  # why the request dropped its deadlines
     _work_s = 0.0  # of an instance, that the request takes for each unit of its weight
     _latest_s = math.inf  # while it waits: when it may become too late to attain its deadlines
 
@@ -71,9 +71,9 @@ class AdmissionWait:
         self._request = request
         self._policy = policy
         self.number = request.number
-        self._due_s = request.indicators.due_s  # also when the deadlines are given up
-        self.is_patient = request.objective.is_best_effort
-        self._lane = lane_of(request.indicators.tpot_slo_s, patient=self.is_patient)
+        self._due_s = request.indicators.due_s  # also when the deadlines are dropped
+        self.is_background = request.objective.is_best_effort
+        self._lane = lane_of(request.indicators.tpot_slo_s, background=self.is_background)
 
     # Whether it is deferred.
 
@@ -86,15 +86,15 @@ class AdmissionWait:
         is_new = request.leg == SERVE and not request.excluded
         has_deadlines = self._due_s < math.inf and request.objective.when_late == SERVE_LATE
         defers = self._policy.long > 0 and self._core.defers and self._late_work.is_overload(now_s)
-        return defers and is_new and has_deadlines and not self.is_patient
+        return defers and is_new and has_deadlines and not self.is_background
 
     def defer_if_long(self, known: Candidates, now_s: float) -> None:
-        """Give up the deadlines of a request that takes long, where work is late."""
+        """Drop the deadlines of a request that takes long, where work is late."""
         least_s = float(np.fmin.reduce(known["work_s"], initial=math.inf))
         if math.isfinite(least_s):  # otherwise the length of its response is not known
             self._work_s = least_s / self._request.objective.weight
             if self._late_work.arrived(self._lane, self._work_s, now_s, long=self._policy.long):
-                self._give_up_deadlines(DEFERRED)
+                self._drop_deadlines(DEFERRED)
 
     @property
     def _late_work(self) -> LateWork:
@@ -115,7 +115,7 @@ class AdmissionWait:
         if self.queue.must_leave(self.number, now_s):
             self.may_wait = False
             self.refused_because = TIMEOUT if self.queue.deadline_s(self.number) <= now_s else QUEUE_FULL
-        elif self.passing is None and (head := self.queue.head(now_s, self._lane)) != self.number:
+        elif self.retry_on is None and (head := self.queue.head(now_s, self._lane)) != self.number:
             self._core.wake(head)
             if now_s < self._latest_s:
                 return NextStep.WAIT
@@ -135,11 +135,11 @@ class AdmissionWait:
     def worth_asking(self, known: Candidates, now_s: float) -> Candidates | None:
         """Return the instances that may admit the request now; None where it waits without asking any."""
         self._asks_all = True
-        if self.may_wait and self.is_patient and self._yields(known):
+        if self.may_wait and self.is_background and self._waits_behind_urgent(known):
             return None
         if not (self.may_wait and len(known) and now_s < self._latest_s):  # one that may be late asks all
             return known
-        if not self.is_patient:
+        if not self.is_background:
             known = self._policy.eligible(known)
         worth = self._without_refusals(known, now_s)
         self._asks_all = len(worth) == len(known)
@@ -147,15 +147,15 @@ class AdmissionWait:
 
     def _without_refusals(self, known: Candidates, now_s: float) -> Candidates:
         """Leave out the instances that have just refused, where nothing has finished since, and no prefix is cached."""
-        if self.passing is not None:
-            return known.only(np.flatnonzero(np.isin(rows_of(known), self.passing)), "was not asked before")
+        if self.retry_on is not None:
+            return known.only(np.flatnonzero(np.isin(rows_of(known), self.retry_on)), "was not asked before")
         refusals = self._core.refusals(self._lane)
         worth = refusals.worth_asking(known.known.reported[FINISHED][rows_of(known)], now_s, known.rows)
         if HITS in known.columns:
             worth |= known[HITS] > CACHED_SHARE * known.prompt_tokens
         return known if worth.all() else known.only(np.flatnonzero(worth), "admitted no request recently")
 
-    def _yields(self, known: Candidates) -> bool:
+    def _waits_behind_urgent(self, known: Candidates) -> bool:
         """Whether it waits behind others that have a deadline to miss and are not stricter than any instance."""
         queue = self._core.queue(self._request.model)
         if queue is None or not self._policy.keeps_deadlines or (self._is_best_effort and self._is_below_share):
@@ -204,10 +204,11 @@ class AdmissionWait:
             self.refused_because = LATE
             return NextStep.REFUSE
         self._became_late(now_s)
-        comparison.is_patient = True
+        comparison.is_background = True
         comparison.forget_targets(self._request.indicators)
         assert comparison.compared is not None
-        return NextStep.WAIT if self.may_wait and self._yields(comparison.compared) else NextStep.SCORE_AGAIN
+        waits = self.may_wait and self._waits_behind_urgent(comparison.compared)
+        return NextStep.WAIT if waits else NextStep.SCORE_AGAIN
 
     def _too_late(self, now_s: float) -> NextStep:
         """Return the next step of a request that becomes late before its turn."""
@@ -219,26 +220,26 @@ class AdmissionWait:
 
     def _is_late(self, compared: Candidates, now_s: float) -> bool:
         """Whether the request's deadlines cannot be kept any more, as far as `latest_start_s` knows."""
-        return self._policy.keeps_deadlines and not self.is_patient and now_s >= self._latest_start_s(compared)
+        return self._policy.keeps_deadlines and not self.is_background and now_s >= self._latest_start_s(compared)
 
     def _latest_start_s(self, compared: Candidates | None) -> float:
         return latest_start_s(self._core, self._request, compared, asked_all=self._asks_all)
 
     def _became_late(self, now_s: float) -> None:
-        """Give up deadlines that cannot be kept any more."""
+        """Drop deadlines that cannot be kept any more."""
         prompt_s = self._core.least_prefill_token_s * self._request.indicators.prompt_tokens
         if self._work_s > 0 and self._due_s - self._request.arrived_s > prompt_s:  # an idle instance could keep them
             self._late_work.became_late(self._lane, self._work_s, now_s)
-        self._give_up_deadlines(LATE)
+        self._drop_deadlines(LATE)
 
-    def _give_up_deadlines(self, why: str) -> None:
-        """Give up the deadlines of the request; from now on it must not make others miss theirs."""
-        self.gave_up = why
+    def _drop_deadlines(self, why: str) -> None:
+        """Drop the deadlines of the request; from now on it must not make others miss theirs."""
+        self.deadlines_dropped = why
         if self._request.objective.when_late == DEMOTE:
             self._demote()
-        self.is_patient = True
+        self.is_background = True
         self._forget_targets()
-        self._lane = lane_of(self._request.indicators.tpot_slo_s, patient=True)
+        self._lane = lane_of(self._request.indicators.tpot_slo_s, background=True)
 
     def _demote(self) -> None:
         """Make the request best effort without deadlines."""
@@ -266,7 +267,7 @@ class AdmissionWait:
 
     def note_latest_start(self, compared: Candidates | None) -> None:
         """Store when the request may become too late, by the instances on which it was compared if there are any."""
-        if self.is_patient or not self._policy.keeps_deadlines:
+        if self.is_background or not self._policy.keeps_deadlines:
             self._latest_s = math.inf
         elif compared is not None or self._latest_s == math.inf:
             self._latest_s = self._latest_start_s(compared)
@@ -277,11 +278,11 @@ class AdmissionWait:
         `refused` are the instances that have just refused it.
         """
         core, request, queue = self._core, self._request, self.queue
-        if not self.is_patient and self._due_s < math.inf:
+        if not self.is_background and self._due_s < math.inf:
             self._late_work.waits(now_s)
-        if queue is not None and refused is not None and not self.is_patient:
-            self._pass_turn(queue, rows_of(refused))
-        self.passing = None
+        if queue is not None and refused is not None and not self.is_background:
+            self._try_next_shorter(queue, rows_of(refused))
+        self.retry_on = None
         if queue is None:
             if self.number < 0:
                 self.number = core.next_number()
@@ -300,13 +301,13 @@ class AdmissionWait:
             self.wait_until_s = min(self.wait_until_s, now_s + pause_s)
         return ""
 
-    def _pass_turn(self, queue: AdmissionQueue, refused: Rows) -> None:
+    def _try_next_shorter(self, queue: AdmissionQueue, refused: Rows) -> None:
         """Let the next shorter request of the lane try the instances that have just refused this one."""
-        number = queue.next_smaller(self.number)
+        number = queue.next_shorter(self.number)
         if number >= 0:
             other = self._core.waiting[number].admission
             assert other is not None
-            other.passing = refused
+            other.retry_on = refused
             self._core.wake(number)
 
     def placed(self) -> None:
@@ -346,9 +347,9 @@ class AdmissionWait:
         if self._policy.keeps_deadlines:
             until_due_s = max(0.0, self._due_s - request.arrived_s)
             if self._is_best_effort:
-                hold_s = MAX_PATIENT_S
-            elif self.is_patient:
-                hold_s = until_due_s + (MAX_PATIENT_S if self._late_work.is_overload(now_s) else MAX_LATE_S)
+                hold_s = MAX_BACKGROUND_WAIT_S
+            elif self.is_background:
+                hold_s = until_due_s + (MAX_BACKGROUND_WAIT_S if self._late_work.is_overload(now_s) else MAX_LATE_S)
             elif until_due_s < math.inf:
                 hold_s = max(hold_s, until_due_s)
-        return request.arrived_s + min(hold_s, request.patience_s)
+        return request.arrived_s + min(hold_s, request.max_wait_s)

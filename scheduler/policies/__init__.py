@@ -6,7 +6,7 @@ parameters and its state between requests live in the closure that `make` return
 
 from __future__ import annotations
 
-from predictor.suggestions import did_you_mean
+from predictor.suggestions import unknown_choice
 from scheduler.policies import (
     adapter_affinity,
     block,
@@ -235,11 +235,13 @@ POLICIES = {
             "late_slack": Parameter(default=deadlines.LATE_SLACK_S, meaning="the same of late requests"),
             "long": Parameter(
                 default=2.0,
-                meaning="times the mean work: longer requests give up their deadlines under overload; 0: none does",
+                meaning="times the mean work: longer requests drop their deadlines under overload; 0: none does",
             ),
         },
         hold=f"{deadlines.ADMITS} and {deadlines.WITH_SHORT_QUEUE}",
-        harmless=f"{deadlines.HARMLESS} and {deadlines.PATIENT_WITH_SHORT_QUEUE} and {deadlines.LEAVES_SLACK}",
+        no_other_misses=(
+            f"{deadlines.NO_OTHER_MISSES} and {deadlines.BACKGROUND_WITH_SHORT_QUEUE} and {deadlines.LEAVES_SLACK}"
+        ),
         eligible=deadlines.ELIGIBLE,
         least_slack=("slack", "late_slack"),
         prefill=EARLIEST_PREFILL,
@@ -254,7 +256,7 @@ POLICIES = {
             "promotion": Parameter(default=1, high=1, meaning="1: to stricter tiers where the own one is full, 0: not"),
         },
         hold=polyserve.ADMITS,
-        harmless=deadlines.HARMLESS,
+        no_other_misses=deadlines.NO_OTHER_MISSES,
         eligible=deadlines.FITS_TIER,
         prefill=EARLIEST_PREFILL,
     ),
@@ -300,4 +302,4 @@ def entry_named(name: str) -> PolicyEntry:
     """Return a policy by name; ValueError with the most similar known name if there is none."""
     if name in POLICIES:
         return POLICIES[name]
-    raise ValueError(f"policy: {name!r} is none of {', '.join(POLICIES)}{did_you_mean(name, POLICIES)}")
+    raise unknown_choice("policy", name, POLICIES)

@@ -31,11 +31,11 @@ class PolicyEntry:
     `make` returns a function that scores all candidates of one request and is called once per request; the lowest score
     wins. Of equal scores the lowest `tie_break` wins, a formula over indicators, and then the first instance id. With
     `sample`, that number of candidates is chosen at random first. With `hold`, a condition over indicators, a request
-    waits at the scheduler until the condition is true for an instance; one that is late already, and best effort, waits
-    until `harmless` is true for one (empty: `hold`). While it waits, only instances are asked for which `eligible` is
+    waits at the scheduler until the condition is true for an instance; a background request waits until
+    `no_other_misses` is true for one (empty: `hold`). While it waits, only instances are asked for which `eligible` is
     true, if there are any: a part of `hold` that reads no forecasts. All three may name parameters in braces.
-    `least_slack` names the parameters that `harmless` compares `least_slack_s` with, for best effort and for late
-    requests.
+    `least_slack` names the parameters that `no_other_misses` compares `least_slack_s` with, for best effort and for
+    late requests.
 
     Where prefill and decode are disaggregated, `prefill` is the policy of prefill legs (empty: this one), and
     `disaggregate` the condition over indicators for two legs, which may name parameters in braces (empty: by forecast
@@ -50,7 +50,7 @@ class PolicyEntry:
     tie_break: str = ""
     sample: int = 0
     hold: str = ""
-    harmless: str = ""
+    no_other_misses: str = ""
     eligible: str = ""
     least_slack: tuple[str, str] | None = None
     prefill: str = ""

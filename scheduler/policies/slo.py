@@ -15,7 +15,7 @@ instance is as good as one of the own tier if the prefix saves more than its sho
 
 Best effort and late requests go first to instances that have no deadline to keep, then to the loosest ones. Of equally
 loose ones late requests go to the busiest, so that few instances miss deadlines. They wait while others wait that can
-be in time. Under overload, requests that take at least `long` times the mean, in light overload twice as long, give up
+be in time. Under overload, requests that take at least `long` times the mean, in light overload twice as long, drop
 their deadlines, so that few requests are late (`scheduler/admission/late_work.py`).
 """
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from predictor.suggestions import require_choice
 from scheduler.provisioning.headroom import headroom
 from scheduler.provisioning.limits import ScalingObjectives
 from scheduler.provisioning.pool_state import PoolState, Rule, ScalingTarget
@@ -29,8 +30,7 @@ def rule_from(text: str, objectives: ScalingObjectives, schedule_text: str = "")
     """Make a rule by its name; of several, joined by +, the largest target counts."""
     names = [name.strip() for name in text.split("+")]
     for name in names:
-        if name not in RULE_NAMES:
-            raise ValueError(f"rule: {name!r} is none of {', '.join(RULE_NAMES)}")
+        require_choice("rule", name, RULE_NAMES)
     if SCHEDULE in names and not schedule_text:
         raise ValueError("schedule: is missing; the rule schedule needs one")
     if schedule_text and SCHEDULE not in names:

@@ -83,106 +83,108 @@ class TierPlanner:
 
     def plan(self, now_s: float, instances: Sequence[TierInstance], waiting: Mapping[float, int]) -> TierPlan:
         """Return the moves now; `waiting` has the numbers of waiting requests by their targets."""
-        board = _Board(self.tiers, instances)
-        self._observe(now_s, board)
-        self._adopt(board)
+        assignments = _Assignments(self.tiers, instances)
+        self._observe(now_s, assignments)
+        self._join_by_requests(assignments)
         for tier in self.tiers:
-            self._trim(board, tier)
-        num_unmet = sum(self._fill(board, tier) for tier in self.tiers)
+            self._enforce_maximum(assignments, tier)
+        num_unmet = sum(self._fill(assignments, tier) for tier in self.tiers)
         demand = _by_tier(waiting, self.tiers)
         for tier in self.tiers:
-            num_unmet += bool(demand.get(tier.name)) and self._grow(now_s, board, tier)
+            num_unmet += bool(demand.get(tier.name)) and self._grow(now_s, assignments, tier)
         for tier in self.tiers:
-            self._shrink(now_s, board, tier, is_wanted=bool(demand.get(tier.name)))
-        self._place_rest(board)
-        idle = tuple(one.instance_id for one in board.live if not board.place(one).tier and one.num_requests == 0)
+            self._shrink(now_s, assignments, tier, is_wanted=bool(demand.get(tier.name)))
+        self._place_rest(assignments)
+        idle = tuple(
+            one.instance_id for one in assignments.live if not assignments.place(one).tier and one.num_requests == 0
+        )
         needs = TierNeeds(num_unmet=num_unmet, idle=idle)
-        return TierPlan(moves=board.moves(), places=board.places, needs=needs)
+        return TierPlan(moves=assignments.moves(), places=assignments.places, needs=needs)
 
-    def _observe(self, now_s: float, board: _Board) -> None:
+    def _observe(self, now_s: float, assignments: _Assignments) -> None:
         """Note since when each instance is at its place, and since when its tier does not need it."""
         since, unneeded, fewest = self._since, self._unneeded_since_s, self._fewest
         self._since, self._unneeded_since_s, self._fewest = {}, {}, {}
-        for one in board.all:
-            name, place = one.instance_id, board.place(one)
+        for one in assignments.all:
+            name, place = one.instance_id, assignments.place(one)
             known = since.get(name)
             at = known if known is not None and known[0] == place else (place, now_s)
             self._since[name] = at
-            tier = board.by_name.get(place.tier)
+            tier = assignments.by_name.get(place.tier)
             if one.num_requests is None or tier is None:
                 continue
             if place.closed:
                 self._fewest[name] = min(one.num_requests, fewest.get(name, one.num_requests))
-            elif not board.is_needed(one, tier):
+            elif not assignments.is_needed(one, tier):
                 self._unneeded_since_s[name] = max(at[1], unneeded.get(name, now_s))
 
-    def _adopt(self, board: _Board) -> None:
+    def _join_by_requests(self, assignments: _Assignments) -> None:
         """Let instances join the tiers of the requests that schedulers have already placed there."""
-        for one in board.live:
-            place, tier = board.place(one), board.tier_held(one)
-            if tier is None or (place.tier and not place.closed) or not board.has_room(tier):
+        for one in assignments.live:
+            place, tier = assignments.place(one), assignments.tier_held(one)
+            if tier is None or (place.tier and not place.closed) or not assignments.has_room(tier):
                 continue
             is_new = place == POOL or (place == TierPlace(tier.name, closed=True) and self._has_grown(one))
             if is_new and can_serve(one, tier):
-                board.put(one, TierPlace(tier.name), f"has requests of {tier.name}")
+                assignments.put(one, TierPlace(tier.name), f"has requests of {tier.name}")
 
     def _has_grown(self, one: TierInstance) -> bool:
         return one.num_requests is not None and one.num_requests > self._fewest.get(one.instance_id, one.num_requests)
 
-    def _fill(self, board: _Board, tier: Tier) -> int:
+    def _fill(self, assignments: _Assignments, tier: Tier) -> int:
         """Fill a tier up to its minimum; return how many instances are missing."""
-        while (missing := tier.min_instances - board.num_in(tier)) > 0:
-            chosen = board.candidate_for(tier)
+        while (missing := tier.min_instances - assignments.num_in(tier)) > 0:
+            chosen = assignments.candidate_for(tier)
             if chosen is None:
-                return missing if board.may_be_served(tier) else 0
-            board.put(chosen, TierPlace(tier.name), f"min_instances of {tier.name} is {tier.min_instances}")
+                return missing if assignments.may_be_served(tier) else 0
+            assignments.put(chosen, TierPlace(tier.name), f"min_instances of {tier.name} is {tier.min_instances}")
         return 0
 
-    def _grow(self, now_s: float, board: _Board, tier: Tier) -> bool:
+    def _grow(self, now_s: float, assignments: _Assignments, tier: Tier) -> bool:
         """Let one instance join a tier whose requests wait; return whether an instance is missing."""
-        if not board.has_room(tier) or now_s - self._joined_s.get(tier.name, -math.inf) < self._settle_s:
+        if not assignments.has_room(tier) or now_s - self._joined_s.get(tier.name, -math.inf) < self._settle_s:
             return False
-        chosen = board.candidate_for(tier)
+        chosen = assignments.candidate_for(tier)
         if chosen is None:
-            return board.may_be_served(tier)
+            return assignments.may_be_served(tier)
         self._joined_s[tier.name] = now_s
-        board.put(chosen, TierPlace(tier.name), f"requests of {tier.name} wait")
+        assignments.put(chosen, TierPlace(tier.name), f"requests of {tier.name} wait")
         return False
 
-    def _trim(self, board: _Board, tier: Tier) -> None:
+    def _enforce_maximum(self, assignments: _Assignments, tier: Tier) -> None:
         """Let the least loaded instances leave a tier until it has no more than its maximum."""
-        while board.num_in(tier) > tier.max_instances:
-            board.leave(board.members_of(tier)[0], f"max_instances of {tier.name} is {tier.max_instances}")
+        while assignments.num_in(tier) > tier.max_instances:
+            assignments.leave(assignments.members_of(tier)[0], f"max_instances of {tier.name} is {tier.max_instances}")
 
-    def _shrink(self, now_s: float, board: _Board, tier: Tier, *, is_wanted: bool) -> None:
+    def _shrink(self, now_s: float, assignments: _Assignments, tier: Tier, *, is_wanted: bool) -> None:
         """Let the least loaded instance leave a tier that does not need it."""
-        if is_wanted or board.num_in(tier) <= tier.min_instances:
+        if is_wanted or assignments.num_in(tier) <= tier.min_instances:
             return
-        for one in board.members_of(tier):
+        for one in assignments.members_of(tier):
             at = self._since[one.instance_id]
             unneeded_s = now_s - self._unneeded_since_s.get(one.instance_id, now_s)
             has_settled = at[0] == TierPlace(tier.name) and now_s - at[1] >= self._hold_s <= unneeded_s
-            if has_settled and one.num_requests is not None and not board.is_needed(one, tier):
-                board.leave(one, f"no request of {tier.name} for {unneeded_s:.0f} s")
+            if has_settled and one.num_requests is not None and not assignments.is_needed(one, tier):
+                assignments.leave(one, f"no request of {tier.name} for {unneeded_s:.0f} s")
                 return
 
-    def _place_rest(self, board: _Board) -> None:
+    def _place_rest(self, assignments: _Assignments) -> None:
         """Return pending instances to the pool once they are empty, and close the pool where a tier may not grow.
 
         An idle instance of an open pool would take the requests of any tier, also of one at its maximum.
         """
-        pool = TierPlace(closed=any(not board.has_room(tier) for tier in self.tiers))
-        for one in board.live:
-            place, tier = board.place(one), board.tier_held(one)
+        pool = TierPlace(closed=any(not assignments.has_room(tier) for tier in self.tiers))
+        for one in assignments.live:
+            place, tier = assignments.place(one), assignments.tier_held(one)
             if place.tier and not place.closed:
                 continue
             if tier is None:  # idle, or with requests that belong to no tier
-                board.put(one, pool, "has no request of a tier")
-            elif board.has_room(tier):
+                assignments.put(one, pool, "has no request of a tier")
+            elif assignments.has_room(tier):
                 is_pool = place == POOL or not can_serve(one, tier)
-                board.put(one, pool if is_pool else TierPlace(tier.name, closed=True), f"finishes {tier.name}")
+                assignments.put(one, pool if is_pool else TierPlace(tier.name, closed=True), f"finishes {tier.name}")
             else:
-                board.put(one, CLOSED_POOL, f"max_instances of {tier.name} is {tier.max_instances}")
+                assignments.put(one, CLOSED_POOL, f"max_instances of {tier.name} is {tier.max_instances}")
 
 
 def can_serve(one: TierInstance, tier: Tier) -> bool:
@@ -199,7 +201,7 @@ def shortest_step_s(instances: Iterable[TierInstance]) -> float:
     return min(known, default=math.nan)
 
 
-class _Board:
+class _Assignments:
     """The places of all instances while a plan is made."""
 
     def __init__(self, tiers: Tiers, instances: Sequence[TierInstance]) -> None:

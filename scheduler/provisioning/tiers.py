@@ -76,7 +76,7 @@ def ordered(tiers: Sequence[Tier]) -> Tiers:
     names = [tier.name for tier in found]
     for name in names:
         if names.count(name) > 1:
-            raise ValueError(f"tier: name: {name!r} is there twice")
+            raise ValueError(f"tier: name: {name!r} is a duplicate")
     return tuple(found)
 
 

@@ -117,7 +117,7 @@ ADMISSION = (
     one(
         "Served late",
         rate("block_scheduler_served_late_total", by=("reason",)),
-        "Placed after they gave up their deadlines. `late`: no instance can keep these; `deferred`: they take long "
+        "Placed after they dropped their deadlines. `late`: no instance can keep these; `deferred`: they take long "
         "under overload, so that others are in time.",
         legend="{{reason}}",
         unit="reqps",

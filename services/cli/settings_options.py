@@ -295,7 +295,7 @@ def _defaults(known: Keys, table: Mapping[str, Any]) -> dict[str, Any]:
         if not parameter:
             continue
         if parameter in defaults:
-            raise ValueError(f"{name}: is there twice, under another name too")
+            raise ValueError(f"{name}: is a duplicate of the same setting under another name")
         defaults[parameter] = (_as_list if repeated else _as_flag)(name, value)
     return defaults
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from predictor.suggestions import require_known
+from predictor.suggestions import require_choice, require_known
 from scheduler.policy import policy_from
 from services.cluster.instance_range import MAX_INSTANCES, InstanceRange, engine_capacity_of, instance_range_from
 from services.cluster.pools import PlannedEngine, planned_engines
@@ -138,8 +138,7 @@ class ClusterSettings:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}: must be true or false, not {getattr(self, name)!r}")
         self._check_tls()
-        if self.log_level not in LEVELS:
-            raise ValueError(f"log_level: {self.log_level!r} is none of {', '.join(LEVELS)}")
+        require_choice("log_level", self.log_level, LEVELS)
         if self.instance_range is not None and (self.prefill or self.decode):
             raise ValueError(
                 "provision: goes without prefill and decode: instances that it starts serve whole requests"

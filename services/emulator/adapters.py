@@ -17,7 +17,7 @@ def modules_from(texts: Iterable[str]) -> dict[str, str]:
         if not (name and equals and path):
             raise ValueError(f"lora_modules: {text!r:.80} is not NAME=PATH")
         if name in modules:
-            raise ValueError(f"lora_modules: {name!r} is there twice")
+            raise ValueError(f"lora_modules: {name!r} is a duplicate")
         modules[name] = path
     return modules
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from predictor.mirror.engine_kinds import SGLANG, VLLM
+from predictor.suggestions import require_choice
 from services.emulator.adapters import modules_from
 from services.kv_events.publisher import KvEventsConfig, kv_events_config
 from services.security.exposure import require_tls_beyond_loopback
@@ -94,8 +95,7 @@ class EmulatorSettings:
         for name in ("max_num_queued_reqs", "max_body_bytes"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: must be at least 1, not {getattr(self, name)}")
-        if self.engine_kind not in EMULATED_KINDS:
-            raise ValueError(f"engine_kind: {self.engine_kind!r} is none of {', '.join(EMULATED_KINDS)}")
+        require_choice("engine_kind", self.engine_kind, EMULATED_KINDS)
         if not 0 <= self.grammar_compile_s < math.inf:
             raise ValueError(f"grammar_compile_s: must be a time from 0 on, not {self.grammar_compile_s}")
         if not 1 <= self.data_parallel_size <= MAX_RANKS:

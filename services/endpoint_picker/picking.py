@@ -306,7 +306,7 @@ class Picker:
                         message,
                         prompt=openai.prompt,
                         excluded=excluded,
-                        patience_s=self._time.patience_s(),
+                        max_wait_s=self._time.max_wait_s(),
                         explain=headers.explain,
                     )
                 )

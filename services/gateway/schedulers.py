@@ -302,7 +302,7 @@ class InProcessScheduler:
         within_s = self._time.within_s()
         try:
             async with asyncio.timeout(within_s):
-                decision = await self._driver.schedule(request, self._time.patience_s())
+                decision = await self._driver.schedule(request, self._time.max_wait_s())
         except Exception as error:
             if status_of(error) is INTERNAL:
                 log.exception("decision failed", extra={"fields": {"request_id": request.request.request_id}})

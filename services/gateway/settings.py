@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Annotated
 
+from predictor.suggestions import require_choice
 from scheduler.prefix.kv_block_hash import SEED
 from services.http.continued_request import (
     BY_TOKEN_IDS,
@@ -141,8 +142,7 @@ class GatewaySettings:
                 origin_of(url)
             except ValueError as error:
                 raise ValueError(f"engine_url: {error}") from None
-        if self.decide not in DECIDE:
-            raise ValueError(f"decide: {self.decide!r} is none of {', '.join(DECIDE)}")
+        require_choice("decide", self.decide, DECIDE)
         require_continue_streams(self.continue_streams, self.max_migrations, self.migration_ratio)
         if self.decide == BY_SCHEDULER and not self.schedulers and not self.engine_urls:
             raise ValueError("scheduler: name at least one (or an engine_url)")

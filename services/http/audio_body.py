@@ -147,7 +147,7 @@ class _FormReader:
             raise ValueError(f"{self._name}: is longer than {MAX_FIELD_BYTES} bytes")
         value = bytes(self._value).decode("utf-8", "replace")
         if self._name in self.form.fields:
-            raise ValueError(f"{self._name}: is there twice")
+            raise ValueError(f"{self._name}: is a duplicate")
         self.form.fields[self._name] = value
 
     def _end(self) -> None:

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Annotated
 
+from predictor.suggestions import require_choice
 from protos.block.v1 import common_pb2
 from services.http.stream_continuation import Continuation
 from services.settings import Option
@@ -36,8 +37,7 @@ MigrationRatio = Annotated[
 
 def require_continue_streams(continue_streams: str, max_migrations: int, migration_ratio: float) -> None:
     """Refuse settings that do not exist."""
-    if continue_streams not in CONTINUE_STREAMS:
-        raise ValueError(f"continue_streams: {continue_streams!r} is none of {', '.join(CONTINUE_STREAMS)}")
+    require_choice("continue_streams", continue_streams, CONTINUE_STREAMS)
     if max_migrations < 1:
         raise ValueError(f"max_migrations: must be at least 1, not {max_migrations}; to continue none, use off")
     if not (math.isfinite(migration_ratio) and migration_ratio >= 0):

@@ -60,7 +60,7 @@ def _with_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(made) != len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise JsonError("is there twice", code=DUPLICATE_KEY, param=_shortened(twice))
+        raise JsonError("is a duplicate", code=DUPLICATE_KEY, param=_shortened(twice))
     return made
 
 

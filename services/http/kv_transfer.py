@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from predictor.request import DECODE, PREFILL, SERVE
+from predictor.suggestions import require_choice
 from services.http.continuable import IDS_FIELD
 from services.http.json_fields import with_fields
 from services.http.openai_body import KV_TRANSFER_PARAMS
@@ -61,8 +62,7 @@ HandOverDeadline = Annotated[
 
 def require_kv_connector(name: str) -> None:
     """Refuse a connector whose protocol is not known."""
-    if name not in KV_CONNECTORS:
-        raise ValueError(f"kv_connector: {name!r} is none of {', '.join(KV_CONNECTORS)}")
+    require_choice("kv_connector", name, KV_CONNECTORS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

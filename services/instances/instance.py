@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from predictor.suggestions import require_known
+from predictor.suggestions import require_choice, require_known
 from scheduler.instances import BOTH, ROLES, role_named
 from services.http.origin import origin_of
 from services.instances.drains import Drain, drain_from_table
@@ -56,8 +56,7 @@ class Instance:
             raise ValueError("models: one of them is empty")
         if self.state not in STATES:
             raise ValueError(f"state: {self.state!r} is neither {' nor '.join(STATES)}")
-        if self.role not in ROLES:
-            raise ValueError(f"role: {self.role!r} is none of {', '.join(ROLES)}")
+        require_choice("role", self.role, ROLES)
         is_number = isinstance(self.tier_tpot_s, int | float) and not isinstance(self.tier_tpot_s, bool)
         if not (is_number and self.tier_tpot_s > 0):
             raise ValueError(f"tier_tpot_s: must be a time above 0, not {self.tier_tpot_s!r}")
@@ -209,7 +208,7 @@ def distinct(instances: Iterable[Instance]) -> Instances:
     by_url: dict[str, dict[int | None, str]] = {}
     for place, instance in enumerate(instances):
         if instance.instance_id in known:
-            raise ValueError(f"instances[{place}].instance_id: {instance.instance_id!r} occurs twice")
+            raise ValueError(f"instances[{place}].instance_id: {instance.instance_id!r} is a duplicate")
         known[instance.instance_id] = instance
         first = by_tier.setdefault(instance.tier, instance)
         if instance.tier and instance.tier_tpot_s != first.tier_tpot_s:

@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import Annotated, Any
 
 from predictor.request import REAL_TIME, RequestFacts, Slo
+from predictor.suggestions import require_choice
 from services.http.headers import Headers
 from simulator.load_plan import Planned, target_of
 
@@ -51,8 +52,7 @@ class RequestFormat:
     def __post_init__(self) -> None:
         """Reject unknown values, naming the field."""
         for name, known in (("endpoint", ENDPOINTS), ("prompt", PROMPTS), ("output", OUTPUTS)):
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name}: {getattr(self, name)!r} is none of {', '.join(known)}")
+            require_choice(name, getattr(self, name), known)
         if not (math.isfinite(self.time_scale) and self.time_scale > 0):
             raise ValueError(f"time_scale: must be above 0, not {self.time_scale}")
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from predictor.config import EngineConfig
 from predictor.profile import Profile
 from predictor.request import RequestFacts
+from predictor.suggestions import require_choice
 from protos.block.v1 import common_pb2
 from services.decision_recordings import placed_requests
 from services.observing.traffic import window_of_client
@@ -28,8 +29,8 @@ def window_of_recording(
     instances = sorted({decision.instance.instance_id for _, decision, _ in placed})
     if not instance and len(instances) != 1:
         raise ValueError(f"instance: name one of {', '.join(instances) or 'none: the recording is empty'}")
-    if instance and instance not in instances:
-        raise ValueError(f"instance: {instance!r} is none of {', '.join(instances)}")
+    if instance:
+        require_choice("instance", instance, instances)
     name = instance or instances[0]
     mine = [one for one in placed if one[1].instance.instance_id == name]
     first_s = min(decision.decided_unix_s for _, decision, _ in mine)

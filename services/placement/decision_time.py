@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from scheduler.admission.wait import MAX_PATIENT_S
+from scheduler.admission.wait import MAX_BACKGROUND_WAIT_S
 from scheduler.core import SchedulerCore
 from scheduler.policy import Policy
 
@@ -18,7 +18,7 @@ def longest_wait_s(policy: Policy) -> float:
     """Return how long a policy holds a request at most; 0 where it holds none."""
     if not policy.holds:
         return 0.0
-    return max(policy.hold_s, MAX_PATIENT_S) if policy.keeps_deadlines else policy.hold_s
+    return max(policy.hold_s, MAX_BACKGROUND_WAIT_S) if policy.keeps_deadlines else policy.hold_s
 
 
 def schedule_s_of(policy: Policy) -> float:
@@ -26,7 +26,7 @@ def schedule_s_of(policy: Policy) -> float:
     return max(DECIDE_S, HOLD_RATIO * longest_wait_s(policy))
 
 
-def patience_s(left_s: float | None, sidecar_deadline_s: float) -> float:
+def max_wait_s(left_s: float | None, sidecar_deadline_s: float) -> float:
     """Return how long a request may be held so that its caller, whose deadline is in `left_s`, still gets the reply."""
     if left_s is None:
         return math.inf
@@ -51,6 +51,6 @@ class DecisionTime:
         """Return the maximum time of a decision by the present policy."""
         return schedule_s_of(self.core.policy) if self.given_s is None else self.given_s
 
-    def patience_s(self) -> float:
+    def max_wait_s(self) -> float:
         """Return how long a request may be held within it."""
-        return patience_s(self.within_s(), self.sidecar_deadline_s)
+        return max_wait_s(self.within_s(), self.sidecar_deadline_s)

@@ -125,9 +125,9 @@ class PlacementDriver:
     # Placing.
 
     async def schedule(
-        self, request: scheduler_pb2.ScheduleRequest, patience_s: float = math.inf
+        self, request: scheduler_pb2.ScheduleRequest, max_wait_s: float = math.inf
     ) -> common_pb2.Decision:
-        """Decide where a request goes, and reserve there; the caller waits `patience_s` at most.
+        """Decide where a request goes, and reserve there; the caller waits `max_wait_s` at most.
 
         ConnectionError where no instance can take the request now, OverloadedError where it is shed, ValueError where
         none ever will.
@@ -138,7 +138,7 @@ class PlacementDriver:
             policy=request.policy,
             excluded=frozenset(request.exclude_instance_ids),
             dry_run=request.dry_run,
-            patience_s=patience_s,
+            max_wait_s=max_wait_s,
             explain=request.explain,
         )
         return message
@@ -151,7 +151,7 @@ class PlacementDriver:
         policy: str = "",
         excluded: frozenset[str] = frozenset(),
         dry_run: bool = False,
-        patience_s: float = math.inf,
+        max_wait_s: float = math.inf,
         explain: bool = False,
         arrived_s: float | None = None,
     ) -> tuple[Placement, common_pb2.Decision]:
@@ -182,7 +182,7 @@ class PlacementDriver:
                 excluded=excluded,
                 dry_run=dry_run,
                 arrived_s=arrived_s,
-                patience_s=patience_s,
+                max_wait_s=max_wait_s,
                 margin_s=self.settings.deadline_margin_s,
             ),
             policy,
@@ -200,8 +200,8 @@ class PlacementDriver:
             self._metrics.disaggregations.labels(policy, placement.disaggregation).inc()
         if is_demoted:
             self._metrics.demoted.inc()
-        elif placement.decision.gave_up:
-            self._metrics.served_late.labels(placement.decision.gave_up).inc()
+        elif placement.decision.deadlines_dropped:
+            self._metrics.served_late.labels(placement.decision.deadlines_dropped).inc()
 
     async def _complete(self, request: common_pb2.Request, prompt: bytes, policy: Policy) -> None:
         """Fill in the length and what else forecasts need; ValueError where the request is invalid."""

@@ -95,7 +95,7 @@ class SchedulerMetrics:
         )
         self.served_late = Counter(
             "block_scheduler_served_late",
-            "Requests that were placed after they gave up their deadlines, by reason: these cannot be kept (late), "
+            "Requests that were placed after they dropped their deadlines, by reason: these cannot be kept (late), "
             "or they take long under overload (deferred).",
             ("reason",),
             registry=registry,

@@ -24,7 +24,7 @@ def placement_request_of(  # noqa: PLR0913 - what a request may ask for
     excluded: frozenset[str],
     dry_run: bool,
     arrived_s: float,
-    patience_s: float,
+    max_wait_s: float,
     margin_s: float,
 ) -> PlacementRequest:
     """Convert a request from its wire form; deadlines count earlier by the margin."""
@@ -37,7 +37,7 @@ def placement_request_of(  # noqa: PLR0913 - what a request may ask for
         dry_run=dry_run,
         arrived_s=arrived_s,
         waited_s=request.waited_s,
-        patience_s=patience_s,
+        max_wait_s=max_wait_s,
         leg=LEG_NAMES.get(request.leg, SERVE),
         objective=objective,
         client_id=request.client_id,

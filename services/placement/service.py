@@ -22,7 +22,7 @@ from services.http.request_facts import prompt_messages
 from services.http.trace_context import TRACEPARENT, trace_parent_from
 from services.logs import log_event
 from services.placement.current_request import CurrentRequest
-from services.placement.decision_time import longest_wait_s, patience_s, schedule_s_of
+from services.placement.decision_time import longest_wait_s, max_wait_s, schedule_s_of
 from services.placement.driver import PlacementDriver
 from services.placement.generation import Generation
 from services.placement.generation_spans import CANCELLED, GenerationSpans, bytes_of
@@ -94,14 +94,14 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
         context: Context,
     ) -> scheduler_pb2.ScheduleResponse:
         """Decide, and reserve at the chosen instance."""
-        patience = patience_s(context.time_remaining(), self._deadline_s)
-        self._warn_if_hasty(request, context, patience)
+        waits_s = max_wait_s(context.time_remaining(), self._deadline_s)
+        self._warn_if_hasty(request, context, waits_s)
         span = None if self._tracer is None else started_span(self._tracer, "Schedule", context)
         if span is None:
-            return scheduler_pb2.ScheduleResponse(decision=await self._driver.schedule(request, patience))
+            return scheduler_pb2.ScheduleResponse(decision=await self._driver.schedule(request, waits_s))
         error = ""
         try:
-            decision = await self._driver.schedule(request, patience)
+            decision = await self._driver.schedule(request, waits_s)
             span.set(decision_attributes(decision))
         except BaseException as failure:
             error = status_of(failure).grpc_code.name if isinstance(failure, Exception) else CANCELLED
@@ -110,17 +110,17 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
             span.end(error)
         return scheduler_pb2.ScheduleResponse(decision=decision)
 
-    def _warn_if_hasty(self, request: scheduler_pb2.ScheduleRequest, context: Context, patience: float) -> None:
+    def _warn_if_hasty(self, request: scheduler_pb2.ScheduleRequest, context: Context, waits_s: float) -> None:
         """Log, once for each caller, that it waits for less time than the policy may hold a request."""
         policy = self._driver.core.policy
-        if request.policy or request.dry_run or patience >= longest_wait_s(policy):
+        if request.policy or request.dry_run or waits_s >= longest_wait_s(policy):
             return
         caller = str(context.peer()).rpartition(":")[0]
         if caller not in self._warned and len(self._warned) < MAX_WARNED:
             self._warned.add(caller)
             log_event(
                 log, logging.WARNING, "caller waits for less time than the policy holds requests", caller=caller,
-                waits_s=round(patience, 3), policy=policy.text, holds_s=longest_wait_s(policy),
+                waits_s=round(waits_s, 3), policy=policy.text, holds_s=longest_wait_s(policy),
                 set_in_gateway=f"--schedule-s {schedule_s_of(policy):g}",
             )  # fmt: skip
 

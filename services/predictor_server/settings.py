@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from predictor.config import EngineConfig
 from predictor.lengths import DEFAULT_RESIDUAL, RESIDUALS
 from predictor.mirror.engine_kinds import AUTO, ENGINE_KINDS
-from predictor.suggestions import require_known
+from predictor.suggestions import require_choice, require_known
 from services.http.limits import HttpLimits
 from services.http.origin import origin_of
 from services.kv_events.settings import KvEventSettings
@@ -80,8 +80,7 @@ class MirrorSettings:
             if not (math.isfinite(value) and value > 0):
                 raise ValueError(f"{name}: must be above 0, not {value}")
         EngineConfig(**self.engine)
-        if self.engine_kind not in ENGINE_KINDS:
-            raise ValueError(f"engine_kind: {self.engine_kind!r} is none of {', '.join(ENGINE_KINDS)}")
+        require_choice("engine_kind", self.engine_kind, ENGINE_KINDS)
         self.kv_events.require_local(insecure=self.tls.insecure)
         if self.max_concurrency < 1:
             raise ValueError(f"max_concurrency: must be at least 1, not {self.max_concurrency}")
@@ -180,6 +179,6 @@ def require_distinct(engines: Sequence[SidecarSettings]) -> None:
     names = [settings.instance_id for settings in engines]
     for name in names:
         if names.count(name) > 1:
-            raise ValueError(f"engine: {name!r} is there twice")
+            raise ValueError(f"engine.instance_id: {name!r} is a duplicate")
     if len(engines) > 1 and any(settings.mirror is not None for settings in engines):
         raise ValueError("engine: a mirrored engine needs a sidecar of its own")

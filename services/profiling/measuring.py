@@ -14,6 +14,7 @@ from predictor.fitting.batch_time_estimate import BatchTimeEstimate
 from predictor.fitting.engine_profile import EngineMeasurement
 from predictor.fitting.measurement_batches import Batch, BatchItem, BatchLimits, mixed, of_leg, structured
 from predictor.request import LEGS, SERVE
+from predictor.suggestions import require_choice
 from services.engine_state.observer import EngineObserver, ObservedBatch, all_outcomes, all_steps
 from services.engine_state.view import UnreadableError
 from services.http.origin import Origin
@@ -44,8 +45,7 @@ class MeasurementOptions:
 
     def __post_init__(self) -> None:
         """Reject a budget that is too short."""
-        if self.leg not in LEGS:
-            raise ValueError(f"leg: {self.leg!r} is none of {', '.join(LEGS)}")
+        require_choice("leg", self.leg, LEGS)
         if not MIN_BUDGET_S <= self.budget_s < 1e6:
             raise ValueError(f"budget: must be at least {MIN_BUDGET_S:g} s, not {self.budget_s:g} s")
 

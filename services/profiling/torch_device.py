@@ -10,6 +10,8 @@ from typing import Protocol
 
 import torch
 
+from predictor.suggestions import require_choice
+
 CUDA = "cuda"
 CPU = "cpu"
 DEVICES = ("auto", CUDA, CPU)
@@ -27,8 +29,7 @@ class Device:
 
 def device_named(name: str) -> Device:
     """Return a device: `auto` is the GPU if there is one, else the CPU; ValueError if the device is missing."""
-    if name not in DEVICES:
-        raise ValueError(f"device: {name!r} is none of {', '.join(DEVICES)}")
+    require_choice("device", name, DEVICES)
     has_cuda = torch.cuda.is_available()
     if name == CUDA and not has_cuda:
         raise ValueError("device: torch sees no CUDA device; use --device cpu")

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+from predictor.suggestions import require_choice
 from services.security.peer_names import require_pattern
 from services.settings import Option
 
@@ -69,8 +70,7 @@ class TlsSettings:
                 raise ValueError(f"{missing}: is missing; a certificate and its private key go together")
         if self.tls_peers and not self.tls_ca:
             raise ValueError("tls_ca: is missing; without it no certificate is verified, whatever its names (tls_peer)")
-        if self.tls_client_auth not in CLIENT_AUTH:
-            raise ValueError(f"tls_client_auth: {self.tls_client_auth!r} is none of {', '.join(CLIENT_AUTH)}")
+        require_choice("tls_client_auth", self.tls_client_auth, CLIENT_AUTH)
         for name in self.tls_peers:
             require_pattern("tls_peer", name)
 
@@ -130,8 +130,7 @@ class EngineAccessSettings:
             path = getattr(self, name)
             if path and not Path(path).is_file():
                 raise ValueError(f"{name}: {path}: is no file that can be read")
-        if self.engine_scheme not in SCHEMES:
-            raise ValueError(f"engine_scheme: {self.engine_scheme!r} is none of {', '.join(SCHEMES)}")
+        require_choice("engine_scheme", self.engine_scheme, SCHEMES)
 
 
 ANY_ENGINE = EngineAccessSettings()

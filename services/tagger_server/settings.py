@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from length_tagger import DEFAULT_ORDER, TAGGERS
 from length_tagger.onnx_form import AUTO, RUNTIMES
+from predictor.suggestions import require_choice
 from services.settings import Option
 
 if TYPE_CHECKING:
@@ -70,8 +71,7 @@ class EncoderSettings:
         """Refuse settings that no encoder can run with."""
         if self.threads < 1:
             raise ValueError(f"threads: must be at least 1, not {self.threads}")
-        if self.runtime not in RUNTIMES:
-            raise ValueError(f"runtime: {self.runtime!r} is none of {', '.join(RUNTIMES)}")
+        require_choice("runtime", self.runtime, RUNTIMES)
         if not 0 < self.deadline_s <= 60:
             raise ValueError(f"deadline_s: must lie above 0 and at most 60, not {self.deadline_s}")
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from predictor.suggestions import unknown_choice
 from services.http.trace_context import TraceParent
 
 SAMPLER, ARGUMENT = "OTEL_TRACES_SAMPLER", "OTEL_TRACES_SAMPLER_ARG"
@@ -27,8 +28,7 @@ class Sampling:
         name = environment.get(SAMPLER) or DEFAULT
         root = name.removeprefix(PARENT_BASED)
         if root not in SHARES:
-            known = ", ".join([*SHARES, *(f"{PARENT_BASED}{one}" for one in SHARES)])
-            raise ValueError(f"{SAMPLER}: {name!r} is none of {known}")
+            raise unknown_choice(SAMPLER, name, (*SHARES, *(f"{PARENT_BASED}{one}" for one in SHARES)))
         share = SHARES[root]
         return cls(share=_ratio(environment) if share is None else share, parent_based=root != name)
 

@@ -14,6 +14,7 @@ from predictor.fitting.regression import COLUMNS, Steps
 from predictor.profile import Profile
 from predictor.request import RequestFacts
 from predictor.snapshot import Snapshot
+from predictor.suggestions import require_choice
 
 Array = NDArray[np.float64]
 
@@ -43,8 +44,7 @@ class ObservedRequest:
 
     def __post_init__(self) -> None:
         """Refuse impossible ends and times."""
-        if self.ended not in ENDS:
-            raise ValueError(f"ended: {self.ended!r} is none of {', '.join(ENDS[1:])}, nor empty")
+        require_choice("ended", self.ended, ENDS[1:], or_empty=True)
         require_count("cached_tokens", self.cached_tokens, at_least=0)
         if self.cached_tokens > self.facts.prompt_tokens:
             raise ValueError(f"cached_tokens: {self.cached_tokens} are more than its prompt_tokens")
@@ -159,7 +159,7 @@ class ObservedWindow:
         seen: set[str] = set()
         for request in self.requests:
             if request.facts.request_id in seen:
-                raise ValueError(f"request_id: {request.facts.request_id!r} is there twice")
+                raise ValueError(f"request_id: {request.facts.request_id!r} is a duplicate")
             seen.add(request.facts.request_id)
 
     @property

@@ -151,7 +151,7 @@ class _WindowReader:
         numbers = self._steps["number"]
         if len(set(numbers)) < len(numbers):
             repeated = Counter(numbers).most_common(1)[0][0]
-            raise ValueError(f"steps: number {repeated:.0f} is there twice")
+            raise ValueError(f"steps.number: {repeated:.0f} is a duplicate")
         return ObservedWindow(
             header=self._header,
             requests=tuple(self._requests.values()),
@@ -181,7 +181,7 @@ class _WindowReader:
                 raise ValueError(f"{name}: is missing")
         facts = request_from(line, block_size=header.engine.block_size, default_id="")
         if facts.request_id in self._requests:
-            raise ValueError(f"request_id: {facts.request_id!r} is there twice")
+            raise ValueError(f"request_id: {facts.request_id!r} is a duplicate")
         self._requests[facts.request_id] = ObservedRequest(facts=facts, **own)
 
     def _take_step(self, line: dict[str, Any]) -> None:

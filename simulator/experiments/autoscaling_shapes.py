@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from predictor.suggestions import require_choice
 from scheduler.provisioning import RULE_NAMES, SCHEDULE, TIERS
 from scheduler.provisioning.limits import ScalingLimits, ScalingObjectives
 from simulator.autoscaling import STATIC, AutoscalingOptions, Change, simulate_provisioned
@@ -100,8 +101,7 @@ def require_rules(rules: Sequence[str]) -> None:
     for text in rules:
         name, at, number = text.partition("@")
         known = [STATIC, *(rule for rule in RULE_NAMES if rule != TIERS)]  # these requests have no targets
-        if name not in known:
-            raise ValueError(f"rules: {name!r} is none of {', '.join(known)}")
+        require_choice("rules", name, known)
         try:
             sound = (not at and name != SCHEDULE) or (name != STATIC and 0 < float(number) < math.inf)
         except ValueError:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from predictor.suggestions import require_choice
 from simulator.capacity import half_width
 
 KEYS = ("says", "paper", "metric", "of", "over", "at", "settings", "lowest", "highest")
@@ -73,12 +74,11 @@ def claim_from(table: Mapping[str, Any], metrics: Sequence[str], variants: Seque
         highest=tuple(table.get("highest", ())),
         settings=tuple(table.get("settings", ())),
     )
-    if claim.metric not in metrics:
-        raise ValueError(f"claims.metric: {claim.metric!r} is none of {', '.join(metrics)}")
+    require_choice("claims.metric", claim.metric, metrics)
     named = [name for name in (claim.of, claim.over, *claim.lowest, *claim.highest) if name]
     for name in named:
         if name not in variants:
-            raise ValueError(f"claims: {name!r} is none of the variants")
+            raise ValueError(f"claims: must be one of the variants, not {name!r}")
     if not named or not claim.at:
         raise ValueError(f"claims: {claim.text!r} names no variant, or no rate")
     return claim

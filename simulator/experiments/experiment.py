@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from predictor.config import require_count
-from predictor.suggestions import did_you_mean
+from predictor.suggestions import did_you_mean, require_choice, unknown_choice
 from scheduler.policy import policy_from
 from scheduler.provisioning.tiers import Tiers, tiers_from
 from simulator.capacity import LatencyObjective
@@ -206,7 +206,7 @@ def matching(names: Sequence[str], patterns: Sequence[str]) -> list[str]:
     """Return the names that match a pattern, each once; a pattern without any is rejected."""
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
-            raise ValueError(f"{pattern!r} is none of {', '.join(names)}{did_you_mean(pattern, names)}")
+            raise ValueError(f"must be one of {', '.join(names)}, not {pattern!r}{did_you_mean(pattern, names)}")
     return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
 
 
@@ -225,8 +225,7 @@ def experiment_named(name: str) -> Experiment:
             raise ValueError(f"{name}: cannot be read: {error.strerror}") from None
         return experiment_from(Path(name).stem, text)
     if name not in experiment_names():
-        known = experiment_names()
-        raise ValueError(f"experiment: {name!r} is none of {', '.join(known)}{did_you_mean(name, known)}")
+        raise unknown_choice("experiment", name, experiment_names())
     file = resources.files("simulator") / "experiments" / f"{name}.toml"
     return experiment_from(name, file.read_text(encoding="utf-8"))
 
@@ -245,15 +244,14 @@ def _experiment(name: str, table: Mapping[str, Any]) -> Experiment:
         if key not in KEYS:
             raise ValueError(f"{key!r} is unknown; there are {', '.join(KEYS)}")
     kind = table.get("kind", SWEEP)
-    if kind not in KINDS:
-        raise ValueError(f"kind: {kind!r} is none of {', '.join(KINDS)}")
+    require_choice("kind", kind, KINDS)
     base = scenario_from(table.get("scenario", {}))
     variants = tuple(_variant(one, kind) for one in [*table.get("policies", []), *table.get("variants", [])])
     if not variants:
         raise ValueError("policies: name at least one")
     baseline = table.get("baseline", variants[0].name)
     if baseline not in [one.name for one in variants]:
-        raise ValueError(f"baseline: {baseline!r} is none of the variants")
+        raise ValueError(f"baseline: must be one of the variants, not {baseline!r}")
     settings = _settings(base, table)
     _require_rates(kind, settings)
     if kind == COST:
@@ -265,17 +263,16 @@ def _experiment(name: str, table: Mapping[str, Any]) -> Experiment:
     autoscaling_shapes.require_rules(rules)
     plots = tuple(table.get("plots", OWN_PLOTS.get(kind, LATENCY_PLOTS)))
     for plot in plots:
-        if plot not in (known := metrics_of(kind)):
-            raise ValueError(f"plots: {plot!r} is none of {', '.join(known)}")
+        require_choice("plots", plot, metrics_of(kind))
     turn = turn_from(table["turn"], tuple(metrics_of(kind))) if "turn" in table else None
     names = [one.name for one in variants]
     rivals, rival_metric = tuple(table.get("rivals", ())), table.get("rival_metric", "tdg_ratio")
     for rival in rivals:
         if rival not in names:
-            raise ValueError(f"rivals: {rival!r} is none of the variants")
+            raise ValueError(f"rivals: must be one of the variants, not {rival!r}")
     _require_splits(variants)
-    if rivals and rival_metric not in metrics_of(kind):
-        raise ValueError(f"rival_metric: {rival_metric!r} is none of {', '.join(metrics_of(kind))}")
+    if rivals:
+        require_choice("rival_metric", rival_metric, metrics_of(kind))
     return Experiment(
         name=name,
         title=table.get("title", name),
@@ -370,7 +367,7 @@ def _settings(base: Scenario, table: Mapping[str, Any]) -> tuple[ExperimentSetti
     default = table.get("default_settings", ())
     separator = table.get("axis_separator", "_")
     if separator not in SEPARATORS:
-        raise ValueError(f"axis_separator: {separator!r} is none of {' '.join(SEPARATORS)}")
+        raise ValueError(f"axis_separator: must be one of {' '.join(SEPARATORS)}, not {separator!r}")
     found = []
     for key, changes in table.get("settings", {"all": {}}).items():
         setting = _setting(key, dict(changes), base, table)

@@ -188,8 +188,8 @@ def test_keys_are_stable() -> None:
     ("names", "message"),
     [
         ([], "estimator: name at least one"),
-        (["clint"], "estimator: 'clint' is none of client, cached, linear"),
-        (["history", "history"], "estimator: 'history' is named twice"),
+        (["clint"], "estimator: must be one of client, cached, linear"),
+        (["history", "history"], "estimator: 'history' is a duplicate"),
     ],
 )
 def test_bad_orders_are_refused(names: list[str], message: str) -> None:

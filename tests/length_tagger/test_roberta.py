@@ -134,7 +134,7 @@ def test_both_runtimes_give_the_same_estimates(folder: Path, tmp_path: Path) -> 
     (bare / "model.onnx").write_bytes(b"\x08\x07nonsense")
     with pytest.raises(ValueError, match="is not a checkpoint"):
         load(bare)
-    with pytest.raises(ValueError, match="runtime: 'x' is none of auto, onnx, torch"):
+    with pytest.raises(ValueError, match="runtime: must be one of auto, onnx, torch, not 'x'"):
         load(folder, runtime="x")
 
 

@@ -215,10 +215,10 @@ LIMITS: tuple[dict[str, Any], ...] = (
 
 
 @st.composite
-def promises(draw: Any, *, roles: bool = False, patient: bool = True) -> Script:
+def promises(draw: Any, *, roles: bool = False, callers_leave: bool = False) -> Script:
     """Requests of some tenants with targets, or best effort, that meet busy instances which reply after a while.
 
-    No two things happen at the same time. Without `patient`, callers leave as well.
+    No two things happen at the same time. With `callers_leave`, some callers wait for a limited time only.
     """
     names = "abc"[: draw(st.integers(1, 3))]
     fraction = np.random.default_rng(1).random
@@ -231,7 +231,7 @@ def promises(draw: Any, *, roles: bool = False, patient: bool = True) -> Script:
             name=name,
             num_running=draw(st.integers(0, 3)),
             finishes_s=[after_s(900) for _ in range(draw(st.integers(0, 6)))],
-            harmless=draw(st.sampled_from((0, 1, 2, 3))),
+            num_without_misses=draw(st.sampled_from((0, 1, 2, 3))),
             role=draw(st.sampled_from(("both", "decode", "prefill"))) if roles else "both",
         )
 
@@ -247,7 +247,7 @@ def promises(draw: Any, *, roles: bool = False, patient: bool = True) -> Script:
             reservations={name: [Reply(after_s=after_s(9))] for name in names},
             client_id=draw(st.sampled_from(("x", "x", "y"))),
             session_id=draw(st.sampled_from(("", "1", "1", "2"))),
-            patience_s=math.inf if patient else draw(st.sampled_from((0.01, 0.2, math.inf))),
+            max_wait_s=draw(st.sampled_from((0.01, 0.2, math.inf))) if callers_leave else math.inf,
             objective=Objective(
                 request_class=request_class,
                 slo=slo if request_class == REAL_TIME else Slo(),

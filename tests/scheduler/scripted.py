@@ -94,7 +94,7 @@ class Arrival:
     objective: Objective = NO_OBJECTIVE
     client_id: str = ""
     session_id: str = ""
-    patience_s: float = math.inf
+    max_wait_s: float = math.inf
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +111,7 @@ class ScriptedInstance:
     prefill_s: float = 0.5  # of a prefill leg
     transfer_s: float = 0.02  # of a decode leg, of which the prefill takes none of its time
     keeps_released: bool = False  # its releases fail
-    harmless: int = 1 << 30  # so many reservations delay no other request beyond its deadlines
+    num_without_misses: int = 1 << 30  # so many reservations delay no other request beyond its deadlines
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,7 +164,7 @@ class Sidecar:
     ) -> Forecast:
         """Forecast a leg of a request behind all that are reserved; its first token is due in `left_s`."""
         forecast = self._forecast(delays=delays, leg=leg, in_s=in_s)
-        missed = max(0, self.num_held + 1 - self.instance.harmless)
+        missed = max(0, self.num_held + 1 - self.instance.num_without_misses)
         is_late = leg != PREFILL and forecast.ttft_s > left_s
         if not is_late and not missed:
             return forecast
@@ -455,7 +455,7 @@ class ReferenceDriver:
                 objective=arrival.objective,
                 client_id=arrival.client_id,
                 session_id=arrival.session_id,
-                patience_s=arrival.patience_s,
+                max_wait_s=arrival.max_wait_s,
             )
         )
         process = self._process(decision, number)

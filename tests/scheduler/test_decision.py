@@ -670,10 +670,10 @@ def test_a_request_joins_behind_others_without_asking() -> None:
 
 @pytest.mark.parametrize(
     ("request_fields", "deadline_s"),
-    [({}, 105.0), ({"waited_s": 3.0}, 102.0), ({"patience_s": 1.5}, 101.5), ({"waited_s": 9.0}, 96.0)],
+    [({}, 105.0), ({"waited_s": 3.0}, 102.0), ({"max_wait_s": 1.5}, 101.5), ({"waited_s": 9.0}, 96.0)],
 )
 def test_no_request_waits_beyond_its_deadline(request_fields: dict[str, float], deadline_s: float) -> None:
-    """By the policy's limit, less what it waited before, and by the caller's patience; then the best instance gets it."""
+    """By the policy's limit, less what it waited before, and by the caller's; then the best instance gets it."""
     core = core_over("ab", HOLD)
     held(core, 99.0)
     decision, wait = held(core, 100.0, **request_fields)
@@ -690,7 +690,7 @@ def test_no_request_waits_beyond_its_deadline(request_fields: dict[str, float], 
 
 def test_the_head_does_not_pause_beyond_its_deadline() -> None:
     """The pause before its next attempt ends there."""
-    _, wait = held(core_over("a", HOLD), 100.0, patience_s=0.01)
+    _, wait = held(core_over("a", HOLD), 100.0, max_wait_s=0.01)
     assert wait == Wait(100.01)
 
 

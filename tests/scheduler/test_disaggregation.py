@@ -243,7 +243,7 @@ def test_an_instance_that_admits_the_whole_request_has_not_refused() -> None:
     world.decode = lambda _name, in_s: forecast(in_s + 3.0, queue_s=in_s + 0.9, ttft_s=in_s + 1.0)
     decision, _ = world.decide()
     assert decision.placement.legs[0].kind == SERVE
-    assert world.core.refusals(lane_of(math.inf, patient=False)).worth_asking(np.zeros(1), 0.02, np.array([0])).all()
+    assert world.core.refusals(lane_of(math.inf, background=False)).worth_asking(np.zeros(1), 0.02, np.array([0])).all()
 
 
 @pytest.mark.parametrize(
@@ -532,7 +532,7 @@ def test_roles_have_llm_ds_words_as_well(given: str, role: str) -> None:
 
 def test_an_unknown_role_is_refused() -> None:
     """With the known ones."""
-    with pytest.raises(ValueError, match="role: 'encode' is none of both, prefill, decode, prefill-decode"):
+    with pytest.raises(ValueError, match="role: must be one of both, prefill, decode, prefill-decode"):
         role_named("encode")
 
 
@@ -553,9 +553,9 @@ def test_an_unknown_role_is_refused() -> None:
             "jsq: order = 'pair'",
             "pair is not for policies whose score reads no forecasts; use decode-first or prefill-first",
         ),
-        ("jsq: order = 'both'", "policy: jsq: order: 'both' is none of pair, decode-first, prefill-first"),
+        ("jsq: order = 'both'", "policy: jsq: order: must be one of pair, decode-first, prefill-first, not 'both'"),
         ("block: order = 'decode-first', disaggregate = 'always'", 'decode-first needs disaggregate = "forecast"'),
-        ("jsq: prefill = 'bloc'", "policy: jsq: prefill: 'bloc' is none of"),
+        ("jsq: prefill = 'bloc'", "policy: jsq: prefill: must be one of"),
         ("jsq: prefill = 3", "policy: jsq: prefill: must be a text, not 3"),
         ("jsq: prefill = 'jsq: order = \"pair\"'", "prefill: cannot have hold, prefill, disaggregate, order"),
         ("jsq: prefill = 'jsq: hold = \"num_running < 1\"'", "prefill: cannot have hold, prefill, disaggregate, order"),
@@ -572,7 +572,7 @@ def test_options_of_legs_are_checked(policy: str, error: str) -> None:
 
 def test_a_pool_rule_that_does_not_exist_is_refused() -> None:
     """With those that do."""
-    with pytest.raises(ValueError, match="without_pool: 'wait' is none of whole, refuse"):
+    with pytest.raises(ValueError, match="without_pool: must be one of whole, refuse, not 'wait'"):
         DecisionRules(without_pool="wait")
 
 

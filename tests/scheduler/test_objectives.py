@@ -78,7 +78,7 @@ def test_an_unknown_name_is_refused_with_the_closest_one() -> None:
         ("[[objective]]\nname = ' a'", "objective[0].name: must be at most 256 printable"),
         ("[[objective]]\nname = 'ä'", "objective[0].name: must be at most 256 printable"),
         (f"[[objective]]\nname = '{257 * 'a'}'", "objective[0].name: must be at most 256 printable"),
-        ("[[objective]]\nname = 'a'\n[[objective]]\nname = 'a'", "objective[1].name: 'a' is there twice"),
+        ("[[objective]]\nname = 'a'\n[[objective]]\nname = 'a'", "objective[1].name: 'a' is a duplicate"),
         (
             "[[objective]]\nname = 'a'\nttft_slo = 1",
             "objective[0].ttft_slo: is no known field; did you mean ttft_slo_s",
@@ -93,7 +93,7 @@ def test_an_unknown_name_is_refused_with_the_closest_one() -> None:
         ("[[objective]]\nname = 'a'\npriority = 1.5", "objective[0].priority: must be a whole number"),
         ("[[objective]]\nname = 'a'\nclass = 'slow'", "objective[0].class: 'slow' is neither real-time nor"),
         ("[[objective]]\nname = 'a'\nclass = []", "objective[0].class: [] is neither real-time nor"),
-        ("[[objective]]\nname = 'a'\nwhen_late = 'drop'", "objective[0].when_late: 'drop' is none of serve, demote"),
+        ("[[objective]]\nname = 'a'\nwhen_late = 'drop'", "objective[0].when_late: must be one of serve, demote"),
         ("[[objective]\n", "is not TOML"),
     ],
 )

@@ -412,7 +412,7 @@ def test_what_nobody_knows_never_wins(name: str) -> None:
         "step_overhead_s",
     )  # the last two as on other instances
     reported = {need: [None, 5.0, 5.0] for need in needs if need not in assumed}
-    at_risk = [need for need in reported if require_indicator(need).otherwise != 0.0]  # no promise known is no promise
+    at_risk = [need for need in reported if require_indicator(need).otherwise != 0.0]  # unknown is 0 for others
     assert at_risk
     for missing in at_risk:
         columns = {need: [5.0, 5.0, 5.0] for need in reported} | {missing: reported[missing]}
@@ -642,7 +642,7 @@ def test_polyserve_admits_by_the_tiers_of_instances(target_s: float, admitted: s
         "queued_prefill_s": [0.0] * 5,
     }
     candidates = fleet(request=RequestIndicators(prompt_tokens=100, due_s=1.0, tpot_slo_s=target_s), **columns)
-    admits = policy_from("polyserve").admits(candidates, patient=False)
+    admits = policy_from("polyserve").admits(candidates, background=False)
     assert "".join(np.array(list("abcde"))[admits]) == admitted
 
 
@@ -836,8 +836,8 @@ def test_an_instance_that_does_not_say_how_strict_it_is_admits_requests(name: st
     """Otherwise a request would wait for as long as it may, however idle the instance is."""
     candidates = two_loaded(least_tpot_slo_s=[math.nan, 0.1])  # the second one is looser than the request
     policy = policy_from(name)
-    assert policy.admits(candidates, patient=False)[0]
-    assert policy.admits(candidates, patient=True).all()  # an idle instance has no slack to say
+    assert policy.admits(candidates, background=False)[0]
+    assert policy.admits(candidates, background=True).all()  # an idle instance has no slack to say
     assert policy.eligible(candidates).instance_id(0) == "a"
 
 
@@ -854,6 +854,6 @@ def test_an_instance_that_does_not_say_how_strict_it_is_admits_requests(name: st
     ],
 )
 def test_forecasts_are_simulated_as_far_as_a_policy_reads_them(text: str, until: tuple[int, int]) -> None:
-    """For a request that can be in time, and for a patient one."""
+    """For a request that can be in time, and for a background one."""
     policy = policy_from(text, seed=1)
-    assert (policy.until(patient=False), policy.until(patient=True)) == until
+    assert (policy.until(background=False), policy.until(background=True)) == until

@@ -14,7 +14,7 @@ from hypothesis import given
 from predictor.request import BEST_EFFORT, REAL_TIME, Slo
 from scheduler.admission.late_work import DEFERRED, OVERLOAD_S, LateWork
 from scheduler.admission.queue import RETRY_S, lane_of
-from scheduler.admission.wait import MAX_LATE_S, MAX_PATIENT_S
+from scheduler.admission.wait import MAX_BACKGROUND_WAIT_S, MAX_LATE_S
 from scheduler.candidates import RequestIndicators
 from scheduler.core import SchedulerCore
 from scheduler.decision import Decision
@@ -154,7 +154,7 @@ def test_a_request_that_cannot_be_in_time_gives_up_its_deadlines_while_it_waits(
     assert isinstance(answered(decision, ask, queue_s=0.95), Wait)
     queue = core.queue("")
     assert queue is not None
-    assert queue.lane_of(decision.admission.number) == lane_of(math.inf, patient=True)
+    assert queue.lane_of(decision.admission.number) == lane_of(math.inf, background=True)
 
 
 def test_a_late_request_waits_for_those_that_can_be_in_time() -> None:
@@ -303,18 +303,18 @@ def test_a_late_request_leaves_others_some_slack() -> None:
 def test_a_late_request_waits_while_others_would_miss_deadlines_everywhere() -> None:
     """In a lane of its own, for as long as the caller allows; then the best instance gets it."""
     core = deadline_core()
-    patience_s = MAX_LATE_S / 2
-    decision, ask = late(core, SERVE_LATE, patience_s=patience_s)
+    max_wait_s = MAX_LATE_S / 2
+    decision, ask = late(core, SERVE_LATE, max_wait_s=max_wait_s)
     wait = answered(decision, ask, harmful="ab")
     assert isinstance(wait, Wait)
     queue = core.queue("")
     assert queue is not None
-    assert queue.lane_of(decision.admission.number) == lane_of(math.inf, patient=True)
-    assert queue.deadline_s(decision.admission.number) == NOW_S + patience_s
+    assert queue.lane_of(decision.admission.number) == lane_of(math.inf, background=True)
+    assert queue.deadline_s(decision.admission.number) == NOW_S + max_wait_s
     strict, ask = place(core)
     assert isinstance(ask, Ask), "requests that can still be in time do not wait behind it"
     assert admit(strict, answered(strict, ask, attained="a")) == "a"
-    now_s = NOW_S + patience_s
+    now_s = NOW_S + max_wait_s
     assert admit(decision, answered(decision, decision.tick(now_s), now_s, harmful="ab"), now_s) == "a"
     assert not decision.is_admitted
 
@@ -344,7 +344,7 @@ def test_a_demoted_request_is_best_effort_without_deadlines() -> None:
     assert (decision.request.indicators.due_s, decision.request.indicators.tpot_slo_s) == (math.inf, math.inf)
     queue = core.queue("")
     assert queue is not None
-    assert (queue.lane_of(decision.admission.number), queue.num_best_effort) == (lane_of(math.inf, patient=True), 1)
+    assert (queue.lane_of(decision.admission.number), queue.num_best_effort) == (lane_of(math.inf, background=True), 1)
     ask = decision.tick(NOW_S + 1.0)
     assert admit(decision, answered(decision, ask, NOW_S + 1.0, harmful="a")) == "b"
 
@@ -363,7 +363,7 @@ def test_a_request_that_is_demoted_while_it_waits_has_no_deadline_in_its_new_lan
     answered(second, ask, NOW_S + 0.95, harmful="ab")
     assert second.request.objective.is_best_effort
     assert queue.num_best_effort == 2
-    assert queue.head(NOW_S + 0.95, lane_of(math.inf, patient=True)) == first.admission.number
+    assert queue.head(NOW_S + 0.95, lane_of(math.inf, background=True)) == first.admission.number
 
 
 @pytest.mark.parametrize(("ttft_s", "queue_s", "least_s"), [(0.05, 2.0, 2.05), (0.01, 0.0, 0.1)])
@@ -415,7 +415,7 @@ def test_best_effort_gets_its_share() -> None:
 def test_best_effort_is_shed_when_it_may_wait_no_longer() -> None:
     """It is not placed where others would miss deadlines."""
     core = deadline_core()
-    decision, ask = place_best_effort(core, patience_s=2.0)
+    decision, ask = place_best_effort(core, max_wait_s=2.0)
     answered(decision, ask, harmful="ab")
     ask = decision.tick(NOW_S + 2.0)
     assert shed_because(answered(decision, ask, NOW_S + 2.0, harmful="ab")) == TIMEOUT
@@ -423,10 +423,10 @@ def test_best_effort_is_shed_when_it_may_wait_no_longer() -> None:
 
 
 @pytest.mark.parametrize(("when_late", "outcome"), [(SERVE_LATE, ""), (DEMOTE, ""), (SHED, TIMEOUT)])
-def test_a_caller_without_patience_gets_an_answer_before_the_request_is_late(when_late: str, outcome: str) -> None:
+def test_a_caller_that_leaves_soon_gets_an_answer_before_the_request_is_late(when_late: str, outcome: str) -> None:
     """The best instance, or a refusal."""
     core = deadline_core()
-    decision, ask = place(core, when_late=when_late, patience_s=0.2)
+    decision, ask = place(core, when_late=when_late, max_wait_s=0.2)
     assert isinstance(answered(decision, ask), Wait)
     ask = decision.tick(NOW_S + 0.2)
     intention = answered(decision, ask, NOW_S + 0.2)
@@ -597,13 +597,13 @@ def check_ends(script: Script, seen: Counter[str]) -> None:
         if kind == "Placed":
             legs[int(name[1:])] = {leg.instance_id: leg.kind for leg in decision.placement.legs}
             is_best_effort = decision.request.objective.is_best_effort
-            max_hold_s = MAX_PATIENT_S if is_best_effort else (asked.slo.ttft_s or 0.0) + MAX_PATIENT_S
+            max_hold_s = MAX_BACKGROUND_WAIT_S if is_best_effort else (asked.slo.ttft_s or 0.0) + MAX_BACKGROUND_WAIT_S
             assert decision.placement.held_s <= max_hold_s + 1.0
         is_demoted = decision.request.objective != asked
         assert not is_demoted or (asked.when_late == DEMOTE and decision.request.objective.is_best_effort)
         seen[kind] += 1
         seen["demoted"] += is_demoted
-        seen["deferred"] += decision.gave_up == DEFERRED
+        seen["deferred"] += decision.deadlines_dropped == DEFERRED
         seen["held"] += decision.admission is not None and decision.admission.joined_s > 0
     for name, sidecar in driver.sidecars.items():
         reserved = {number: kind for number, kinds in legs.items() for at, kind in kinds.items() if at == name}
@@ -616,14 +616,14 @@ def check_ends(script: Script, seen: Counter[str]) -> None:
 
 @pytest.mark.parametrize("roles", [False, True], ids=["", "roles"])
 def test_every_decision_ends_and_leaves_nothing_behind(roles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In random scripts with lanes, limits and impatient callers, also with two legs, and with deferred requests."""
+    """In random scripts with lanes, limits and callers that leave, also with two legs, and with deferred requests."""
     seen = Counter[str]()
     numbers = count()
     monkeypatch.setattr(LateWork, "is_overload", lambda *_: True)
     monkeypatch.setattr(LateWork, "arrived", lambda *_, **__: next(numbers) % 2 == 0)  # each other one
 
     @examples(150)
-    @given(promises(roles=roles, patient=False))
+    @given(promises(roles=roles, callers_leave=True))
     def check(script: Script) -> None:
         check_ends(script, seen)
 
@@ -657,9 +657,11 @@ def after_much_late_work(core: SchedulerCore) -> None:
     core.late_work_of("").waits(NOW_S)
     for number in range(400):
         work_s = 5.0 if number % 10 == 0 else 0.5
-        core.late_work_of("").arrived(lane_of(0.05, patient=False), work_s, NOW_S - 4.0 + 0.01 * number, long=math.inf)
+        core.late_work_of("").arrived(
+            lane_of(0.05, background=False), work_s, NOW_S - 4.0 + 0.01 * number, long=math.inf
+        )
         if number % 3 == 0:
-            core.late_work_of("").became_late(lane_of(0.05, patient=False), work_s, NOW_S - 4.0 + 0.01 * number)
+            core.late_work_of("").became_late(lane_of(0.05, background=False), work_s, NOW_S - 4.0 + 0.01 * number)
 
 
 def work_core(policy: str = POLICY, **rules: Any) -> SchedulerCore:
@@ -684,7 +686,7 @@ def test_under_overload_a_request_that_takes_long_leaves_its_deadlines_at_once()
     now_s = NOW_S + 1.0  # the instances may be asked again
     another, ask = place(core, now_s, prompt_tokens=20_000)
     assert admit(another, answered(another, ask, now_s, attained="ab"), now_s) == "a"
-    assert (another.gave_up, short.gave_up) == (DEFERRED, "")
+    assert (another.deadlines_dropped, short.deadlines_dropped) == (DEFERRED, "")
     assert why(another.placement, 2).endswith("deferred, as it takes long and others would be late")
 
 
@@ -716,8 +718,8 @@ def test_some_requests_keep_their_deadlines_however_long_they_take(
 def test_a_late_request_waits_longer_under_overload() -> None:
     """While others have to wait that can be in time; those whose targets nobody could keep are no overload."""
     core = deadline_core()
-    for now_s, max_late_s in ((NOW_S, MAX_LATE_S), (NOW_S + 5.0, MAX_PATIENT_S), (NOW_S + 50.0, MAX_LATE_S)):
-        if max_late_s == MAX_PATIENT_S:
+    for now_s, max_late_s in ((NOW_S, MAX_LATE_S), (NOW_S + 5.0, MAX_BACKGROUND_WAIT_S), (NOW_S + 50.0, MAX_LATE_S)):
+        if max_late_s == MAX_BACKGROUND_WAIT_S:
             timely, ask = place(core, now_s - 1.0)
             assert isinstance(answered(timely, ask, now_s - 1.0, harmful="ab"), Wait)
             timely.cancel(now_s - 1.0)

@@ -1,4 +1,4 @@
-"""Sessions stay on their instances, where that costs little and breaks no promise."""
+"""Sessions stay on their instances, where that costs little and no deadline."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_affinity_never_costs_more_than_it_may(each: list[dict[str, Any]], first
 
 
 def test_the_cost_for_policies_by_indicators_is_the_prefill_that_is_queued() -> None:
-    """They read no forecasts, and know nothing of promises."""
+    """They read no forecasts, and know nothing of deadlines."""
     core = core_over({"a": 1.0, "b": 1.0}, "jsq: session_affinity = 0.5")
     assert place(core, {}, session_id="s") == "a"
     report(core, "a", num_running=9.0, queued_prefill_s=0.4)

@@ -97,7 +97,7 @@ def test_what_a_policy_needs_is_known_from_its_parts() -> None:
 
     def needs(text: str) -> tuple[bool, ...]:
         policy = policy_from(text)
-        return policy.needs_forecast, policy.needs_delays, policy.needs_prefix, policy.is_blind
+        return policy.needs_forecast, policy.needs_delays, policy.needs_prefix, policy.reads_no_indicators
 
     assert needs("block") == (True, False, False, False)
     assert needs("block: k = 2") == (True, False, True, False)
@@ -135,7 +135,7 @@ def test_the_same_policy_is_written_in_several_ways() -> None:
     ("text", "hint"),
     [
         ("roundrobin", "did you mean round_robin?"),
-        ("", "is none of block"),
+        ("", "must be one of block"),
         ("linear: lamda = 0.3", "linear: lamda is no known parameter; did you mean lambda?"),
         ("linear: lambda = 1.5", "lambda: must be a number from 0 to 1, not 1.5"),
         ("linear: lambda = nan", "lambda: must be a number"),

@@ -59,7 +59,7 @@ def test_old_names_are_read() -> None:
     assert changed.conditions.admission_turn == "deadline"
     with pytest.raises(ValueError, match=r"^conditions.turn: is the old name of admission_turn"):
         rules_of(turn="fair", admission_turn="fair")
-    with pytest.raises(ValueError, match=r"^admission_turn: 'shortes' is none of .*; did you mean shortest\?"):
+    with pytest.raises(ValueError, match=r"^admission_turn: must be one of .*, not 'shortes'; did you mean shortest\?"):
         rules_of(turn="shortes")
 
 
@@ -68,23 +68,23 @@ def waited_s(result: RunResult) -> np.ndarray:
     return np.asarray(result.decisions.decided_s) - result.work.arrival_s
 
 
-def test_a_caller_waits_for_its_patience() -> None:
+def test_a_caller_waits_for_a_limited_time() -> None:
     """A request that no instance admits is placed when its caller would wait no longer, and at `hold_s` without one."""
-    result = {patience: simulate(specs(1), poisson(30, 2.0), NEVER, Conditions(patience_s=patience))
-              for patience in (None, 0.5, 9.0, 0.0)}  # fmt: skip
-    for patience, longest_s in ((None, 2.0), (0.5, 0.5), (9.0, 2.0), (0.0, 0.0)):
-        assert (result[patience].decisions.status == STATUSES.index(FINISHED)).all()
-        assert waited_s(result[patience]) == pytest.approx(longest_s, abs=1e-6)
+    result = {max_wait_s: simulate(specs(1), poisson(30, 2.0), NEVER, Conditions(max_wait_s=max_wait_s))
+              for max_wait_s in (None, 0.5, 9.0, 0.0)}  # fmt: skip
+    for max_wait_s, longest_s in ((None, 2.0), (0.5, 0.5), (9.0, 2.0), (0.0, 0.0)):
+        assert (result[max_wait_s].decisions.status == STATUSES.index(FINISHED)).all()
+        assert waited_s(result[max_wait_s]) == pytest.approx(longest_s, abs=1e-6)
 
 
-def test_a_request_that_is_placed_again_has_a_new_patience() -> None:
+def test_a_request_that_is_placed_again_has_a_new_limit() -> None:
     """As a gateway's next call has, where the instance of the first one has failed."""
     made, work = specs(2), poisson(1, 1.0)
-    plain = simulate(made, work, NEVER.replace("2", "9"), Conditions(patience_s=0.5))
+    plain = simulate(made, work, NEVER.replace("2", "9"), Conditions(max_wait_s=0.5))
     arrival_s = float(work.arrival_s[0])
     index = int(plain.decisions.instance[0])
     outage = Outage(instance=index, from_s=arrival_s + 0.501, until_s=arrival_s + 0.6)
-    again = simulate(made, work, NEVER.replace("2", "9"), Conditions(patience_s=0.5, outages=(outage,)))
+    again = simulate(made, work, NEVER.replace("2", "9"), Conditions(max_wait_s=0.5, outages=(outage,)))
     assert again.decisions.num_sends[0] == 2
     assert waited_s(again)[0] == pytest.approx(1.001, abs=1e-6)
 

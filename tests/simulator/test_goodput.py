@@ -141,7 +141,7 @@ def test_trials_count_requests_and_tokens() -> None:
 
 
 def test_trials_say_what_was_admitted_in_time() -> None:
-    """Forecasts that are exact break hardly a promise, those of steps that take other times do; `jsq` makes none."""
+    """With exact forecasts hardly one misses a deadline, with noisy steps more do; `jsq` admits none in time."""
     trial = GoodputTrial(scenario=small(), policy="slo", rate=30.0, seed=0, share=1e-9)
     found = run_trial(trial)
     assert 0 < found["attained"] <= found["admitted"] < 1

@@ -121,7 +121,7 @@ def test_a_mix_is_written_as_it_was_read() -> None:
             "mix[0].later_share: must be a number above 0, at most 1e",
         ),
         ("[[mix]]\nname = 'a'\nshare = true", "mix[0].share: must be a number above 0, at most 1e+09, not True"),
-        ("[[mix]]\nname = 'a'\nshare = 1\n[[mix]]\nname = 'a'\nshare = 1", "mix[1].name: 'a' is there twice"),
+        ("[[mix]]\nname = 'a'\nshare = 1\n[[mix]]\nname = 'a'\nshare = 1", "mix[1].name: 'a' is a duplicate"),
         ("[[mix]]\nname = 'a'\nshare = 1\nweight = 0", "mix[0].weight: must be a number above 0, at most 1e+09, not 0"),
         (
             "[[mix]]\nname = 'a'\nshare = 1\nweight = nan",

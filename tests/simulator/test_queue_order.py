@@ -15,7 +15,7 @@ from simulator.result import STATUSES
 from simulator.workload import noisy, tagged
 from tests.simulator.small_clusters import poisson, specs
 
-PATIENT = 'hold: hold = "predicted_queue_s < 0.2 and predicted_preemptions < 1", hold_s = 1000'
+LONG_HOLD = 'hold: hold = "predicted_queue_s < 0.2 and predicted_preemptions < 1", hold_s = 1000'
 
 
 @pytest.mark.parametrize("turn", TURNS)
@@ -32,7 +32,7 @@ def test_held_requests_are_conserved(turn: str, num_schedulers: int) -> None:
 def test_holding_back_avoids_preemptions() -> None:
     """With true lengths nobody is preempted where nobody is admitted who would cause it."""
     made, work = specs(num_gpu_blocks=60), poisson(300, 25.0)
-    plain, held = (simulate(made, work, policy) for policy in ("block", PATIENT))
+    plain, held = (simulate(made, work, policy) for policy in ("block", LONG_HOLD))
     assert plain.outcomes.num_preemptions.sum() > 20
     assert held.outcomes.num_preemptions.sum() == 0
 
@@ -41,7 +41,7 @@ def test_fewer_are_late_by_turns() -> None:
     """In an overload the order matters most."""
     work = poisson(400, 22.0)
     first, fewest = (
-        latencies(simulate(specs(), work, PATIENT, Conditions(late_s=1.0, admission_turn=turn))).ttft_s
+        latencies(simulate(specs(), work, LONG_HOLD, Conditions(late_s=1.0, admission_turn=turn))).ttft_s
         for turn in ("late_last", "fewest_late")
     )
     plain = latencies(simulate(specs(), work, "block")).ttft_s
@@ -79,7 +79,7 @@ def test_where_all_are_admitted_nothing_changes() -> None:
 def test_several_schedulers_hold_equally_long() -> None:
     """Of four schedulers before a cluster that is too small, none has its requests wait much longer than the others."""
     work = poisson(600, 25.0)
-    result = simulate(specs(), work, PATIENT, Conditions(num_schedulers=4), seed=5)
+    result = simulate(specs(), work, LONG_HOLD, Conditions(num_schedulers=4), seed=5)
     waited_s = result.outcomes.scheduled_s - work.arrival_s
     means = [waited_s[result.decisions.scheduler == which].mean() for which in range(4)]
     assert min(means) > 1.0

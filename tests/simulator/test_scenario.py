@@ -90,7 +90,7 @@ def test_a_field_takes_a_value_or_refuses_it_by_name(field: str, made: Any) -> N
         ({"conditions": {"reservations": "no"}}, "reservations: must be true or false, not 'no'"),
         ({"conditions": {"max_held": -1}}, "max_held: must be at least 0"),
         ({"conditions": {"max_held_tokens": 0.5}}, "max_held_tokens: must be a whole number"),
-        ({"conditions": {"patience_s": -1}}, "patience_s: must be a number from 0 on, not -1"),
+        ({"conditions": {"max_wait_s": -1}}, "max_wait_s: must be a number from 0 on, not -1"),
         ({"conditions": {"tenant_weights": {"a": 0}}}, r"tenant_weights\.a: must be a number above 0, not 0"),
         ({"traffic": {"schedule": 3}}, r"traffic\.schedule: must be a list of pairs of a time and a rate, not 3"),
         ({"traffic": {"schedule": [["a", 1]]}}, r"traffic\.schedule\[0\]: must be a number from 0 on, not 'a'"),
@@ -114,7 +114,7 @@ def test_a_scenario_is_written_as_it_is_read() -> None:
     table = {
         "instances": [{"count": 2, "engine": {"max_num_seqs": 8}}],
         "traffic": {"schedule": [[0, 1], [2, 3.5]]},
-        "conditions": {"outages": [{"instance": 0, "from_s": 1.0}], "tenant_weights": {"gold": 2}, "patience_s": 0.8},
+        "conditions": {"outages": [{"instance": 0, "from_s": 1.0}], "tenant_weights": {"gold": 2}, "max_wait_s": 0.8},
     }
     scenario = scenario_from(table)
     assert scenario_from(as_table(scenario)) == scenario

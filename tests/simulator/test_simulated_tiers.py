@@ -171,7 +171,7 @@ def test_the_same_arguments_give_the_same_run() -> None:
     [
         ({"tiers": ()}, "tiers: is missing"),
         ({"tiers": (STRICT, STRICT)}, "tier: tpot_slo_s"),
-        ({"tiers": (STRICT, replace(LOOSE, name="strict"))}, "tier: name: 'strict' is there twice"),
+        ({"tiers": (STRICT, replace(LOOSE, name="strict"))}, "tier: name: 'strict' is a duplicate"),
         ({"tiers": (replace(STRICT, min_instances=7),)}, "tier: min_instances"),
         ({"tier_hold_s": -1.0}, "tier_hold_s"),
     ],

@@ -170,7 +170,7 @@ def test_a_window_is_a_line() -> None:
         (LLAMA_31_8B, {"num_key_value_heads": 64}, "num_key_value_heads: "),
         (LLAMA_31_8B, {"torch_dtype": "int3"}, "torch_dtype: "),
         (LLAMA_31_8B, {"layer_types": ["full_attention"]}, "layer_types: has 1 entries"),
-        (LLAMA_31_8B, {"layer_types": ["mamba"] * 32}, "layer_types: 'mamba' is none of"),
+        (LLAMA_31_8B, {"layer_types": ["mamba"] * 32}, "layer_types: must be one of .*, not 'mamba'"),
         (QWEN3_30B_A3B, {"num_experts": None}, "num_experts: missing, and model_type qwen3_moe has experts"),
         (QWEN3_30B_A3B, {"num_experts_per_tok": None}, "num_experts_per_tok: missing"),
         (QWEN3_30B_A3B, {"num_experts_per_tok": 200}, "num_experts_per_tok: 200 is more than num_experts 128"),

@@ -14,8 +14,8 @@ from scheduler.admission.queue import NO_NUMBER, AdmissionQueue, lane_of
 from scheduler.admission.shares import HALF_LIFE_S, ClassShares
 from tests.strategies import examples
 
-STRICT, LOOSE, ANY = (lane_of(tpot_s, patient=False) for tpot_s in (0.02, 0.1, math.inf))
-BEST_EFFORT = lane_of(math.inf, patient=True)
+STRICT, LOOSE, ANY = (lane_of(tpot_s, background=False) for tpot_s in (0.02, 0.1, math.inf))
+BEST_EFFORT = lane_of(math.inf, background=True)
 
 
 def queue_of(*lanes: int, due_s: Sequence[float] = (), **options: object) -> AdmissionQueue:
@@ -27,15 +27,15 @@ def queue_of(*lanes: int, due_s: Sequence[float] = (), **options: object) -> Adm
     return queue
 
 
-def test_stricter_targets_have_lower_lanes_and_patient_ones_come_after_all() -> None:
-    """Targets within half an octave share a lane; extreme ones, and none, have lanes as well."""
+def test_stricter_targets_have_lower_lanes_and_background_ones_come_after_all() -> None:
+    """Targets within a factor of 1.4 share a lane; extreme ones, and none, have lanes as well."""
     targets = (1e-9, 0.01, 0.02, 0.05, 0.1, 1.0, 1e9, math.inf)
-    lanes = [lane_of(tpot_s, patient=patient) for patient in (False, True) for tpot_s in targets]
+    lanes = [lane_of(tpot_s, background=background) for background in (False, True) for tpot_s in targets]
     assert lanes == sorted(set(lanes))
-    assert lane_of(0.05, patient=False) == lane_of(0.052, patient=False)
-    assert lane_of(0.05, patient=False) != lane_of(0.08, patient=False)
+    assert lane_of(0.05, background=False) == lane_of(0.052, background=False)
+    assert lane_of(0.05, background=False) != lane_of(0.08, background=False)
     for senseless in (0.0, -1.0, math.nan):
-        assert lane_of(senseless, patient=False) == ANY
+        assert lane_of(senseless, background=False) == ANY
 
 
 def test_each_lane_has_its_own_head() -> None:
@@ -200,7 +200,7 @@ def test_counting_starts_again_after_a_pause() -> None:
 
 @pytest.mark.parametrize("period_s", [0.01, 0.5])
 def test_the_rate_is_that_of_admitted_tokens(period_s: float) -> None:
-    """In a steady state; it fades when nothing is admitted any more."""
+    """In a steady state; it decays when nothing is admitted any more."""
     shares = ClassShares()
     assert shares.tokens_per_s(5.0) == 0.0
     end_s = 20 * HALF_LIFE_S

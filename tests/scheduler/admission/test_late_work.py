@@ -1,4 +1,4 @@
-"""Which requests give up their deadlines under overload, and how long that lasts."""
+"""Which requests drop their deadlines under overload, and how long that lasts."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_only_requests_that_take_long_are_deferred() -> None:
 def test_in_light_overload_only_requests_that_take_twice_as_long_are_deferred(share: float, times: float) -> None:
     """By the share of the work of all lanes that is late; what is late in another lane counts as well."""
     works = LateWork()
-    for _ in range(499):  # at one moment, so that nothing fades
+    for _ in range(499):  # at one moment, so that nothing decays
         works.arrived(LANE, 1.0, 0.0, long=99.0)
         works.arrived(OTHER, 1.0, 0.0, long=99.0)
         works.became_late(LANE, share, 0.0)

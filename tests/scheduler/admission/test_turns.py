@@ -74,13 +74,13 @@ def test_the_lowest_priority_number_goes_first_and_waiting_counts() -> None:
 @given(priority=st.integers(-3, 3), others=st.integers(-3, 3), every_s=st.floats(0.1, 3.0))
 def test_ageing_ends_starvation(priority: int, others: int, every_s: float) -> None:
     """However many requests of a better priority arrive, one waits at most ten seconds for each step between them."""
-    patient = WaitingRequest(number=0, priority=priority)
+    waiting_one = WaitingRequest(number=0, priority=priority)
     bound_s = AGEING_S * max(0, priority - others)
     now_s, number = 0.0, 0
     while now_s <= bound_s + every_s:  # each time one arrives, and one is admitted
         number += 1
         newest = WaitingRequest(number=number, priority=others, joined_s=now_s)
-        if by_priority([patient, newest], now_s) == 0:
+        if by_priority([waiting_one, newest], now_s) == 0:
             assert now_s >= bound_s - 1e-6
             return
         now_s += every_s
@@ -157,6 +157,6 @@ def test_an_order_by_name() -> None:
         assert turn_named(name) is turn
     assert turn_named("priority") is by_priority
     assert turn_named("fair") is not turn_named("fair")
-    with pytest.raises(ValueError, match=r"admission_turn: 'fare' is none of .*; did you mean fair\?"):
+    with pytest.raises(ValueError, match=r"admission_turn: must be one of .*, not 'fare'; did you mean fair\?"):
         turn_named("fare")
     assert list(TURNS) == ["arrival", "deadline", "shortest", "priority", "fair"]

@@ -59,7 +59,7 @@ CHAT = '[[tier]]\nname = "chat"\ntpot_slo_s = 0.05\n'
         (CHAT + "min_instances = true", r"tier\[0\].min_instances: must be a whole number"),
         (CHAT + "min_instances = 3\nmax_instances = 2", r"tier\[0\].min_instances: 3 is more than max_instances 2"),
         (CHAT + "max_instance = 2", r"tier\[0\].max_instance: .*max_instances"),
-        (CHAT + CHAT, r"tier\[1\].name: 'chat' is there twice"),
+        (CHAT + CHAT, r"tier\[1\].name: 'chat' is a duplicate"),
         (CHAT + CHAT.replace("chat", "talk"), r"tpot_slo_s: 'chat' and 'talk' have the same bound, 0.05 s"),
         ("\n".join(CHAT.replace("chat", f"t{number}") for number in range(65)), r"tier: must be at most 64 tables"),
     ],

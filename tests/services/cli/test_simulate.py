@@ -498,7 +498,7 @@ def test_bad_input_is_refused_by_name(arguments: tuple[str, ...], complaint: str
         (("recommend", "--rate", "5", "--slo-ttft-s", "1"), "^--slo-ttft-s: --mix and --attained are about deadlines"),
         (("recommend", "--rate", "5", "--tiers", "tiers.toml"), "^--tiers: needs --autoscale"),
         (("recommend", "--rate", "5", "--cold-start-s", "5"), "^--cold-start-s: needs --autoscale"),
-        (("recommend", "--rate", "5", "--autoscale", "grow"), "^autoscale: rule: 'grow' is none of"),
+        (("recommend", "--rate", "5", "--autoscale", "grow"), "^autoscale: rule: must be one of .*, not 'grow'"),
         (("recommend", "--rate", "5", "--autoscale", "tiers"), "^autoscale: the rule tiers, and no other, needs"),
         (("recommend", "--rate", "5", "--autoscale", "headroom", "--pools"), "^--autoscale: cannot be combined"),
         (("recommend", "--rate", "5", "--autoscale", "headroom", "--cold-start-s", "-1"), "^cold_start_s: "),

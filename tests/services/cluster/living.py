@@ -71,7 +71,7 @@ class Living:
     def run(self, test: Coroutine[Any, Any, None], *, may_expire: bool = False) -> None:
         """Run a test on the cluster's event loop; a test that hangs, or leaves anything behind, fails.
 
-        Promises are to be kept or taken back, unless they `may_expire`.
+        Reservations are to be used or released, unless they `may_expire`.
         """
 
         async def limited() -> None:

@@ -113,7 +113,7 @@ def test_settings_of_adapters_are_checked() -> None:
     assert modules_from(["a=/x=y"]) == {"a": "/x=y"}
     with pytest.raises(ValueError, match="lora_modules: 'a' is not NAME=PATH"):
         modules_from(["a"])
-    with pytest.raises(ValueError, match="lora_modules: 'a' is there twice"):
+    with pytest.raises(ValueError, match="lora_modules: 'a' is a duplicate"):
         modules_from(["a=/x", "a=/y"])
     with pytest.raises(ValueError, match="lora_modules: need enable_lora"):
         EmulatorSettings(model="m", lora_modules=("a=/x",))

@@ -92,7 +92,10 @@ BAD_FILES = (
     ("[engine]\nprofile_name = 'x'\n", "engine.profile_name: is no known setting"),
     ("[engine]\nconfig = 'x'\n", "engine.config: is no known setting"),
     ("[engine]\nno_export_contents = true\n", "engine.no_export_contents: is no known setting; did you mean export_"),
-    ("[engine]\nnum_gpu_blocks = 70\nnum-gpu-blocks-override = 80\n", "num-gpu-blocks-override: is there twice"),
+    (
+        "[engine]\nnum_gpu_blocks = 70\nnum-gpu-blocks-override = 80\n",
+        "num-gpu-blocks-override: is a duplicate of the same setting",
+    ),
     ("[engine]\nspeed = {a = 1}\n", "engine.speed: must be a text, a number"),
     ("[engine]\nspeed = 'fast'\n", "'fast' is not a valid float"),
     ("[engin]\nspeed = 2\n", "engin: is no known table; did you mean engine?"),

@@ -155,11 +155,11 @@ def test_a_decision_may_take_as_long_as_its_policy_holds_requests(monkeypatch: p
     monkeypatch.setattr(PlacementDriver, "place", place)
 
     async def test() -> None:
-        for policy, given_s, patience_s in (("block", None, 0.85), ("slo", None, 74.85), ("slo", 12.0, 11.85)):
+        for policy, given_s, max_wait_s in (("block", None, 0.85), ("slo", None, 74.85), ("slo", 12.0, 11.85)):
             settings = {"schedule_s": given_s}
             async with picking(completes, settings=settings, policy=policy, sidecar_deadline_s=0.05) as here:
                 assert refusal(await ask(here))[0] == 503
-                assert place.await_args.kwargs["patience_s"] == pytest.approx(patience_s)
+                assert place.await_args.kwargs["max_wait_s"] == pytest.approx(max_wait_s)
 
     run(test)
 

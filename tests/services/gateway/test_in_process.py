@@ -108,10 +108,10 @@ def test_a_decision_may_take_as_long_as_its_policy_holds_requests(monkeypatch: p
     monkeypatch.setattr(PlacementDriver, "schedule", schedule)
 
     async def test() -> None:
-        for policy, given_s, patience_s in (("block", None, 0.85), ("slo", None, 74.85), ("slo", 12.0, 11.85)):
+        for policy, given_s, max_wait_s in (("block", None, 0.85), ("slo", None, 74.85), ("slo", 12.0, 11.85)):
             async with gateway(completes, policy=policy, schedule_s=given_s, sidecar_deadline_s=0.05) as here:
                 assert (await here.post()).status_code == 503
-                assert schedule.await_args.args[1] == pytest.approx(patience_s)
+                assert schedule.await_args.args[1] == pytest.approx(max_wait_s)
 
     run(test)
 

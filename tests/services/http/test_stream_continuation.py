@@ -108,7 +108,7 @@ def test_without_a_failure_streams_pass_byte_for_byte() -> None:
 
 
 def test_a_client_that_asked_for_token_ids_gets_those_of_all_engines() -> None:
-    """No id is there twice."""
+    """No id is a duplicate."""
     data = {**COMPLETE, IDS_FIELD: True}
     transcript = transcript_of(data, chat=False, hides_ids=False)
     received = read(joined(transcript, data, chat=False, cuts=[7]))

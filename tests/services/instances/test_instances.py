@@ -93,7 +93,7 @@ def test_a_file_may_name_roles(tmp_path: Path) -> None:
     path.write_text(json.dumps([{**A, "role": "decode"}, {**B, "role": "prefill-decode"}]))
     assert [one.role for one in instances_from_file(str(path))] == ["decode", "both"]
     path.write_text(json.dumps([{**A, "role": "encode"}]))
-    with pytest.raises(ValueError, match=r"instances\[0\]\.role: 'encode' is none of both, prefill, decode"):
+    with pytest.raises(ValueError, match=r"instances\[0\]\.role: must be one of both, prefill, decode"):
         instances_from_file(str(path))
 
 
@@ -109,7 +109,7 @@ def test_a_file_may_name_roles(tmp_path: Path) -> None:
         ("a=http://h:1,h:99999", "sidecar_address"),
         ("a=http://h:1,:2", "sidecar_address"),
         ("a=http://h:1,h:2,,m", "models"),
-        ("a=http://h:1,h:2,role=encode", "role: 'encode' is none of both, prefill, decode, prefill-decode"),
+        ("a=http://h:1,h:2,role=encode", "role: must be one of both, prefill, decode, prefill-decode"),
         ("a=http://h:1,h:2,tier=fast", "tier_tpot_ms: is missing; the tier 'fast' needs its bound"),
         ("a=http://h:1,h:2,tier_tpot_ms=20", "tier: is missing; tier_tpot_ms needs the name of the tier"),
         ("a=http://h:1,h:2,tier=fast,tier_tpot_ms=0", "tier_tpot_ms: must be a time above 0, in milliseconds, not '0'"),
@@ -125,7 +125,7 @@ def test_a_bad_flag_is_named(text: str, named: str) -> None:
 
 def test_duplicate_ids_are_refused() -> None:
     """An id identifies one instance."""
-    with pytest.raises(ValueError, match=r"instances\[1\]\.instance_id: 'a' occurs twice"):
+    with pytest.raises(ValueError, match=r"instances\[1\]\.instance_id: 'a' is a duplicate"):
         Listed([instance_from_flag("a=http://h:1,h:2")] * 2)
 
 
@@ -157,7 +157,7 @@ def test_toml_and_json_are_equivalent(tmp_path: Path) -> None:
         ([{**A, "engine_url": 3}], r"instances\[0\]\.engine_url: must be a string"),
         ([{**A, "models": "m"}], r"instances\[0\]\.models: must be a list"),
         ([{**A, "state": "gone"}], r"instances\[0\]\.state"),
-        ([A, A], r"instances\[1\]\.instance_id: 'a' occurs twice"),
+        ([A, A], r"instances\[1\]\.instance_id: 'a' is a duplicate"),
     ],
 )
 def test_a_bad_entry_is_named(data: Any, named: str, tmp_path: Path) -> None:

@@ -155,7 +155,7 @@ def test_a_recording_is_converted_for_one_instance(tmp_path: Path) -> None:
     file = tmp_path / "w.jsonl"
     words = ("observe", "--record", str(record), "--profile", A30.name, "-o", str(file))
     assert "instance: name one of one, two" in refusal(*words)
-    assert "instance: 'three' is none of one, two" in refusal(*words, "--instance", "three")
+    assert "instance: must be one of one, two, not 'three'" in refusal(*words, "--instance", "three")
     assert answer(*words, "--instance", "one")["num_complete"] == 2
     window = read_window(str(file))
     first, second = window.requests

@@ -10,7 +10,7 @@ from scheduler.core import SchedulerCore
 from scheduler.instances import InstanceDirectory
 from scheduler.policy import policy_from
 from services.gateway.settings import GatewaySettings
-from services.placement.decision_time import DecisionTime, longest_wait_s, patience_s, schedule_s_of
+from services.placement.decision_time import DecisionTime, longest_wait_s, max_wait_s, schedule_s_of
 
 WAITS_S = {
     "block": 0.0,
@@ -29,14 +29,14 @@ def test_a_decision_may_take_longer_than_its_policy_holds_a_request(policy: str)
     assert longest_wait_s(policy_from(policy)) == waits_s
     within_s = schedule_s_of(policy_from(policy))
     assert within_s == max(1.0, 1.25 * waits_s)
-    assert patience_s(within_s, 0.05) == pytest.approx(within_s - 0.15)
-    assert patience_s(within_s, 0.05) > waits_s
+    assert max_wait_s(within_s, 0.05) == pytest.approx(within_s - 0.15)
+    assert max_wait_s(within_s, 0.05) > waits_s
 
 
 def test_a_caller_without_a_deadline_waits_for_ever() -> None:
     """One with little time left gets half of it."""
-    assert patience_s(None, 0.05) == math.inf
-    assert patience_s(0.1, 0.05) == 0.05
+    assert max_wait_s(None, 0.05) == math.inf
+    assert max_wait_s(0.1, 0.05) == 0.05
 
 
 def test_the_time_follows_the_policy_unless_it_is_given() -> None:
@@ -46,7 +46,7 @@ def test_the_time_follows_the_policy_unless_it_is_given() -> None:
     assert (unset.within_s(), given.within_s()) == (1.0, 3.0)
     core.use_policy("slo")
     assert (unset.within_s(), given.within_s()) == (75.0, 3.0)
-    assert unset.patience_s() == pytest.approx(74.85)
+    assert unset.max_wait_s() == pytest.approx(74.85)
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, math.inf, math.nan])

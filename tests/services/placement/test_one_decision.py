@@ -497,7 +497,7 @@ def test_the_simulator_decides_as_the_reference_does(script: Script) -> None:
     assert_simulated_alike(script)
 
 
-@mock.patch("scheduler.admission.wait.MAX_PATIENT_S", 1.0)
+@mock.patch("scheduler.admission.wait.MAX_BACKGROUND_WAIT_S", 1.0)
 @mock.patch("scheduler.admission.wait.MAX_LATE_S", 0.5)
 @examples(60)
 @given(script=promises())

@@ -93,7 +93,7 @@ def test_engines_that_one_process_cannot_serve_are_refused() -> None:
     require_distinct([exported])
     require_distinct([mirrored])
     for refused, message in (
-        ([], "at least one"), ([exported, exported], "'a' is there twice"), ([exported, mirrored], "of its own"),
+        ([], "at least one"), ([exported, exported], "'a' is a duplicate"), ([exported, mirrored], "of its own"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             require_distinct(refused)

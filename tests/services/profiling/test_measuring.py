@@ -80,7 +80,7 @@ def test_an_engine_that_only_prefills(engine: Emulated) -> None:
     rows = np.array([(n, 1, 0, 0, 1, n * n, 0, 0, 1.0) for n in (50, 150, 500)], float)
     prompts = Steps(**dict(zip(COLUMNS, rows.T, strict=True)))
     assert np.median(np.abs(predict(fitted, prompts) / predict(A30.step_time, prompts) - 1)) < 0.1
-    with pytest.raises(ValueError, match="^leg: 'both' is none of serve, prefill, decode"):
+    with pytest.raises(ValueError, match="^leg: must be one of serve, prefill, decode, not 'both'"):
         replace(options_of_leg, leg="both")
 
 

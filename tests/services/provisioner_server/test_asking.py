@@ -84,7 +84,10 @@ def test_an_operator_sees_status_plan_and_history_with_reasons(tmp_path: Path) -
     ("arguments", "message"),
     [
         (("status", "--address", "nowhere"), "address: 'nowhere' must be host:port"),
-        (("plan", "--rule", "wishful"), "rule: 'wishful' is none of headroom, preempt, relief, tiers, schedule"),
+        (
+            ("plan", "--rule", "wishful"),
+            "rule: must be one of headroom, preempt, relief, tiers, schedule, not 'wishful'",
+        ),
         (("plan", "--rule", "schedule"), "schedule: "),
         (("plan", "--rule", "tiers"), "rule: tiers needs a file of them"),
     ],

@@ -67,7 +67,7 @@ def roster(folder: Path) -> list[dict[str, str]]:
 
 
 def tiers(folder: Path) -> dict[str, str]:
-    """The tier of each instance; a name that is there twice fails."""
+    """The tier of each instance; a duplicate name fails."""
     found = [(one["instance_id"], one["tier"]) for one in roster(folder)]
     assert len(dict(found)) == len(found)
     return dict(found)

@@ -160,7 +160,7 @@ def test_a_bad_flag_is_named(flags: tuple[str, ...], named: str) -> None:
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ('instance = ["a=http://h:1,h:2", "a=http://h:3,h:4"]', "'a' occurs twice"),
+        ('instance = ["a=http://h:1,h:2", "a=http://h:3,h:4"]', "'a' is a duplicate"),
         ('instance = ["a=http://h:1,h:2"]\npolicy = "blok"', "did you mean block"),
         ('instance = ["a=http://h:1,h:2"]\npolcy = "block"', "polcy"),
     ],

@@ -18,7 +18,7 @@ from tests.services.provisioner_server.acting import RecordingHook, leader
 from tests.services.scheduler_server.running import Client, refused, run, scheduler, until
 from tests.services.stub_sidecars import StubSidecar, sidecars
 
-PATIENT = "hold: hold_s = 1000"
+LONG_HOLD = "hold: hold_s = 1000"
 TWO_EACH = 'hold: hold = "predicted_queue_s < 1.5 and predicted_preemptions < 1", hold_s = 1000'
 HELD = "block_held_requests"
 
@@ -106,7 +106,7 @@ def test_a_caller_with_a_deadline_gets_a_decision_in_time() -> None:
     """Its request is held for at most a part of the remaining time."""
 
     async def test() -> None:
-        async with sidecars("a") as (stub,), scheduler([stub], policy=PATIENT) as client:
+        async with sidecars("a") as (stub,), scheduler([stub], policy=LONG_HOLD) as client:
             stub.per_reservation_s = 10.0
             await client.decide()
             message = scheduler_pb2.ScheduleRequest(request=client.request())
@@ -142,7 +142,7 @@ def test_a_full_queue_releases_its_first_request() -> None:
     """The queue is bounded, and no request is refused."""
 
     async def test() -> None:
-        async with sidecars("a") as (stub,), scheduler([stub], policy=PATIENT, max_held=2) as client:
+        async with sidecars("a") as (stub,), scheduler([stub], policy=LONG_HOLD, max_held=2) as client:
             stub.per_reservation_s = 10.0
             await client.decide()
             waiting = []
@@ -218,7 +218,7 @@ def test_other_models_need_not_wait() -> None:
     async def test() -> None:
         async with sidecars("a", "b") as stubs:
             stubs[0].models, stubs[1].models = ("m",), ("n",)
-            async with scheduler(stubs, policy=PATIENT) as client:
+            async with scheduler(stubs, policy=LONG_HOLD) as client:
                 stubs[0].per_reservation_s = 10.0
                 await client.decide()
                 waiting = asyncio.create_task(client.decide())
@@ -234,7 +234,7 @@ def test_requests_without_forecast_and_dry_runs_are_not_held() -> None:
     """Without forecasts no condition can become true; a dry run returns at once."""
 
     async def test() -> None:
-        async with sidecars("a") as (stub,), scheduler([stub], policy=PATIENT) as client:
+        async with sidecars("a") as (stub,), scheduler([stub], policy=LONG_HOLD) as client:
             stub.per_reservation_s = 10.0
             await client.decide()
             assert "held" not in (await client.decide(dry_run=True)).why
@@ -249,7 +249,7 @@ def test_a_new_instance_gets_held_requests() -> None:
     """Held requests are decided by the current list of instances."""
 
     async def test() -> None:
-        async with sidecars("a", "b") as stubs, scheduler(stubs, policy=PATIENT) as client:
+        async with sidecars("a", "b") as stubs, scheduler(stubs, policy=LONG_HOLD) as client:
             for stub in stubs:
                 stub.per_reservation_s = 10.0
             stubs[1].state = common_pb2.INSTANCE_STATE_DRAINING
@@ -288,7 +288,7 @@ def test_provisioners_get_reports_of_waiting_requests(tmp_path: Path) -> None:
         async with (
             provisioner(tmp_path) as (address, pool),
             sidecars("a") as (stub,),
-            scheduler([stub], policy=PATIENT, provisioners=(address,), scheduler_id="one") as client,
+            scheduler([stub], policy=LONG_HOLD, provisioners=(address,), scheduler_id="one") as client,
         ):
             stub.per_reservation_s = 10.0
             await client.decide()

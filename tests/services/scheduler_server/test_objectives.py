@@ -207,7 +207,7 @@ def test_a_request_that_is_served_late_is_counted(table: str) -> None:
 
     async def test() -> None:
         async with sidecars("a") as stubs, scheduler(stubs, objectives=table) as client:
-            with mock.patch.object(Decision, "gave_up", LATE):
+            with mock.patch.object(Decision, "deadlines_dropped", LATE):
                 decision = await client.decide(client.request(objective="chat"))
             assert "; late, as no instance keeps its deadlines" in decision.why
             assert not decision.demoted

@@ -80,7 +80,7 @@ BAD_FILES = (
     (table("key", name="a", sha256=GOOD, expires="soon"), "key[0].expires: must be a date"),
     (table("key", name="a", sha256=GOOD, expires="2027-01-01T10:00:00"), "key[0].expires: a time of day needs a time"),
     (table("key", name="a", sha256=GOOD, expires=5), "key[0].expires: must be a date"),
-    (key("x", "a") + key("y", "a"), "key[1].name: 'a' is there twice"),
+    (key("x", "a") + key("y", "a"), "key[1].name: 'a' is a duplicate"),
     (key("x", "a") + key("x", "b"), "key: 'a' and 'b' have the same sha256"),
     (key("x", "a") + tenant("b", max_requests=1), "tenant[0].name: no key has the tenant 'b'"),
     (key("x", "a") + tenant("a"), "tenant[0].name: the tenant needs a weight, or a limit"),
@@ -274,7 +274,7 @@ def test_keys_are_appended(tmp_path: Path) -> None:
     assert [getattr(keys.holder(one.encode()), "name", "") for one in (first, second)] == ["a", "b"]
     assert path.read_text().startswith("# our keys\n")
     before = path.read_bytes()
-    assert "name: 'b' is there twice" in refusal("keys", "new", "b", "--append", str(path))
+    assert "name: 'b' is a duplicate" in refusal("keys", "new", "b", "--append", str(path))
     assert path.read_bytes() == before
     assert [one.name for one in tmp_path.iterdir()] == ["keys.toml"]
     assert keys_command("list", str(path)) == "a  client\nb  part\n"

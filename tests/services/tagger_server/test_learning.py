@@ -263,7 +263,7 @@ def test_castillo_is_where_block_data_says(tmp_path: Path) -> None:
 def test_an_encoder_and_its_name_belong_together(tmp_path: Path) -> None:
     """One without the other is refused, and so is a folder without a checkpoint."""
     order = ("--estimator", "roberta", "--encoder", "small")
-    assert "encoder_runtime: 'x' is none of" in refusal("serve", "tagger", *order, "--encoder-runtime", "x")
+    assert "encoder_runtime: must be one of" in refusal("serve", "tagger", *order, "--encoder-runtime", "x")
     assert "encoder: roberta needs the folder" in refusal("serve", "tagger", "--estimator", "client,roberta")
     assert "estimator: with an encoder roberta must be there" in refusal("serve", "tagger", "--encoder", str(tmp_path))
 

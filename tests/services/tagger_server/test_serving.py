@@ -321,7 +321,7 @@ def test_settings_from_flags_environment_and_file(tmp_path: Path, monkeypatch: p
     [
         (
             ["--estimator", "clint"],
-            "estimator: 'clint' is none of client, cached, linear, roberta, history, constant; did you mean client?",
+            "estimator: must be one of client, cached, linear, roberta, history, constant, not 'clint'; did you mean client?",
         ),
         (["--estimator", ","], "estimator: name at least one"),
         (["--constant-tokens", "nan"], "constant_tokens: must be above 0"),

@@ -118,7 +118,7 @@ def test_an_optimum_that_does_not_exist_is_left_out() -> None:
         (('kind = "cost"', 'kind = "goodput"'), "policies.tiers: experiments of kind goodput have none"),
         (("rates = [4, 8]", ""), "rates: an experiment of kind cost needs at least one"),
         (("tpot_slo_s = 0.05", "tpot_slo_s = -1"), "policies.tiers: .*tier.0..tpot_slo_s"),
-        (('name = "strict"', 'name = "80ms"'), "policies.tiers: tier.1..name: '80ms' is there twice"),
+        (('name = "strict"', 'name = "80ms"'), "policies.tiers: tier.1..name: '80ms' is a duplicate"),
         (("tpot_slo_s = 0.05", "tpot = 0.05"), "policies.tiers: .*tpot"),
         (("tpot_slo_s = 0.05", "tpot_slo_s = 0.05, min_instances = 41"), "min_instances: 41 in sum are more"),
         (("seeds = 2", "seeds = 2\nsaturated_rate = 9.0"), "saturated_rate: experiments of kind cost have none"),
