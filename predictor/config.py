@@ -15,6 +15,7 @@ from predictor.speculation import (
     SpeculativeMethod,
     configured_drafts,
 )
+from predictor.suggestions import require_choice
 from predictor.vllm_versions import release_of
 
 SCHEDULING_POLICIES = ("fcfs", "priority")
@@ -154,18 +155,14 @@ class EngineConfig:
             require_count(name, getattr(self, name), at_least=1)
         require_count("num_gpu_blocks", self.num_gpu_blocks, at_least=2)
         require_count("long_prefill_token_threshold", self.long_prefill_token_threshold, at_least=0)
-        if self.scheduling_policy not in SCHEDULING_POLICIES:
-            raise ValueError(
-                f"scheduling_policy: {self.scheduling_policy!r} is none of {', '.join(SCHEDULING_POLICIES)}"
-            )
+        require_choice("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
         for name in ("enable_prefix_caching", "enable_chunked_prefill", "async_scheduling"):
             if getattr(self, name) not in (None, True, False):
                 raise ValueError(f"{name}: must be true or false, not {getattr(self, name)!r}")
         if self.watermark is not None and not (math.isfinite(self.watermark) and 0 <= self.watermark < 1):
             raise ValueError(f"watermark: must be at least 0 and below 1, not {self.watermark}")
         self._check_estimator()
-        if self.kv_layout not in KV_LAYOUTS:
-            raise ValueError(f"kv_layout: {self.kv_layout!r} is none of {', '.join(KV_LAYOUTS)}")
+        require_choice("kv_layout", self.kv_layout, KV_LAYOUTS)
         if not (math.isfinite(self.host_link_bytes_per_s) and self.host_link_bytes_per_s > 0):
             raise ValueError(f"host_link_bytes_per_s: must be above 0, not {self.host_link_bytes_per_s}")
         require_count("kv_bytes_per_token", self.kv_bytes_per_token, at_least=0)
@@ -196,8 +193,7 @@ class EngineConfig:
             )
 
     def _check_transfers(self) -> None:
-        if self.kv_role not in KV_ROLES:
-            raise ValueError(f"kv_role: {self.kv_role!r} is none of {', '.join(KV_ROLES[1:])}, nor empty")
+        require_choice("kv_role", self.kv_role, KV_ROLES[1:], or_empty=True)
         if self.kv_role and self.kv_layout != PLAIN:
             raise ValueError(f"kv_role: {self.kv_role} needs kv_layout plain, not {self.kv_layout}")
         if self.kv_load_failure_policy not in KV_LOAD_FAILURE_POLICIES:
@@ -237,10 +233,7 @@ class EngineConfig:
             raise ValueError(f"encoder_token_s: must be at least 0, not {self.encoder_token_s}")
 
     def _check_speculation(self) -> None:
-        if self.speculative_method and self.speculative_method not in METHODS:
-            raise ValueError(
-                f"speculative_method: {self.speculative_method!r} is none of {', '.join(METHODS)}, nor empty"
-            )
+        require_choice("speculative_method", self.speculative_method, METHODS, or_empty=True)
         require_count("num_speculative_tokens", self.num_speculative_tokens, at_least=0)
         if bool(self.speculative_method) != (self.num_speculative_tokens > 0):
             needed = f"at least 1 with speculative_method {self.speculative_method}"

@@ -24,7 +24,7 @@ from predictor.state import (
 # Errors in a reported state, by the number that the kernels below return; 0 is none.
 ERRORS = (
     "",
-    "running: a slot is there twice, or does not exist",
+    "running: a slot is a duplicate, or does not exist",
     "live: a count is below zero",
     "prompt_tokens: do not fit the model",
     "output_tokens: are not below the request's limit",

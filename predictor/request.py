@@ -10,6 +10,7 @@ from typing import ClassVar
 
 from predictor.config import require_count
 from predictor.lengths import DEFAULT_RESIDUAL, Tag, expected_tokens, quantile_medians
+from predictor.suggestions import unknown_choice
 
 REAL_TIME, BEST_EFFORT = "real-time", "best-effort"
 CLASSES = (REAL_TIME, BEST_EFFORT)  # a class's number in the engine model and in state files is its index here
@@ -138,7 +139,7 @@ class RequestFacts:
 
     def _check_leg(self) -> None:
         if self.leg not in LEGS:
-            raise ValueError(f"leg: {self.leg!r} is none of {', '.join(LEGS)}")
+            raise unknown_choice("leg", self.leg, LEGS)
         for name in ("held_s", "transfer_s"):
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value >= 0):

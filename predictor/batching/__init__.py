@@ -38,7 +38,7 @@ from predictor.config import BIDIRECTIONAL, FETCHING_ROLES, PLAIN, SWAP, EngineC
 from predictor.kernel_addresses import by_address
 from predictor.state import State
 from predictor.state_allocation import state_type
-from predictor.suggestions import did_you_mean, require_known
+from predictor.suggestions import require_known, unknown_choice
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,7 +332,7 @@ def batcher_named(name: str) -> Batcher:
     """Return a local scheduler by name; the error for an unknown one suggests the closest."""
     if name in BATCHERS:
         return BATCHERS[name]
-    raise ValueError(f"batcher: {name!r} is none of {', '.join(BATCHERS)}{did_you_mean(name, BATCHERS)}")
+    raise unknown_choice("batcher", name, BATCHERS)
 
 
 def number_of(name: str) -> int:

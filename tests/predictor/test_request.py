@@ -61,7 +61,7 @@ def test_the_samples_differ_from_the_defaults_in_every_field() -> None:
         ({"request_class": "urgent"}, "request_class: 'urgent' is neither"),
         ({"in_s": -0.5}, "in_s: must be a time from 0 on"),
         ({"in_s": math.inf}, "in_s: must be a time from 0 on"),
-        ({"leg": "both"}, "leg: 'both' is none of serve, prefill, decode"),
+        ({"leg": "both"}, "leg: must be one of serve, prefill, decode, not 'both'"),
         ({"held_s": -1.0}, "held_s: must be a time from 0 on"),
         ({"transfer_s": math.nan}, "transfer_s: must be a time from 0 on"),
         ({"length_quantiles": 2}, "length_quantiles: must be an odd number from 1 to 9, not 2"),

@@ -121,7 +121,10 @@ def test_impossible_expectations_are_refused(fields: dict[str, object], message:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"speculative_method": "guess"}, "speculative_method: 'guess' is none of ngram, draft_model, eagle, mtp, nor empty"),
+        (
+            {"speculative_method": "guess"},
+            "speculative_method: must be one of ngram, draft_model, eagle, mtp, or empty, not 'guess'",
+        ),
         ({"speculative_method": "ngram"}, "num_speculative_tokens: must be at least 1 with speculative_method ngram"),
         ({"num_speculative_tokens": 3}, "num_speculative_tokens: must be 0 without one"),
         (

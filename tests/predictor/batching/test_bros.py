@@ -215,7 +215,7 @@ def test_shared_blocks_are_the_oracles_and_conserved() -> None:
 @pytest.mark.parametrize(
     ("settings", "error"),
     [
-        ({"kv_layout": "both"}, "kv_layout: 'both' is none of plain, swap, bidirectional"),
+        ({"kv_layout": "both"}, "kv_layout: must be one of plain, swap, bidirectional, not 'both'"),
         ({"kv_layout": "swap"}, "kv_bytes_per_token: must be above 0 with kv_layout swap"),
         ({"kv_layout": "swap", "batcher": "orca", **COPIED}, "kv_layout: orca supports only plain, not swap"),
         (
