@@ -19,7 +19,7 @@ from predictor.forecast import Forecaster
 from predictor.profile import load_profile
 from predictor.request import RequestFacts, Slo
 from scripts.report import report
-from simulator.experiments.experiment import experiment_named
+from simulator.experiments.experiment_file import experiment_named
 from simulator.experiments.findings import slug
 from simulator.hybrid_load import serve_hybrid
 from simulator.replay import loaded_engine

@@ -18,7 +18,7 @@ from services.cli.settings_options import document_from
 from services.cluster.settings import vllm_from_file
 from services.instances.instance import instances_from_file
 from simulator.codec import settings_from_toml
-from simulator.experiments.experiment import experiment_from, experiment_names
+from simulator.experiments.experiment_file import experiment_from, experiment_names
 from simulator.mix import mix_from_file
 from simulator.scenario import scenario_from
 

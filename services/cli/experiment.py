@@ -15,13 +15,8 @@ from services.cli.progress_bars import bar
 from services.cli.simulate_options import runner_for
 from services.result_files import ResultCache, write_report
 from simulator.experiments.attained_at_rates import attained_at, attained_table
-from simulator.experiments.experiment import (
-    Experiment,
-    ExperimentSetting,
-    experiment_named,
-    experiment_names,
-    matching,
-)
+from simulator.experiments.experiment import Experiment, ExperimentSetting, matching
+from simulator.experiments.experiment_file import experiment_named, experiment_names
 from simulator.experiments.findings import measure
 from simulator.experiments.report import as_json as findings_json
 from simulator.experiments.report import as_markdown

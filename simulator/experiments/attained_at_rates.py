@@ -6,7 +6,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from simulator.experiments.experiment import GOODPUT, Experiment
+from simulator.experiments.experiment import Experiment
+from simulator.experiments.experiment_metrics import GOODPUT
 from simulator.experiments.goodput_comparison import trial_of
 from simulator.goodput import run_trial
 from simulator.parallel import Runner

@@ -13,7 +13,8 @@ from simulator.assembly import simulate
 from simulator.capacity import Capacity, Search, capacities, gain, half_width
 from simulator.experiments import autoscaling_comparison, autoscaling_shapes, cost_comparison, goodput_comparison
 from simulator.experiments.claims import Claim, ClaimResult, Read, Turn, evaluate, turning_points
-from simulator.experiments.experiment import (
+from simulator.experiments.experiment import Experiment, ExperimentSetting
+from simulator.experiments.experiment_metrics import (
     CAPACITY,
     COST,
     FORECASTS,
@@ -21,8 +22,6 @@ from simulator.experiments.experiment import (
     HYBRID,
     PROVISIONING,
     URGENCY,
-    Experiment,
-    ExperimentSetting,
     metrics_of,
 )
 from simulator.forecast_accuracy import forecast_accuracy

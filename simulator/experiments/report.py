@@ -15,7 +15,8 @@ from simulator.capacity import half_width
 from simulator.experiments.autoscaling_shapes import NUMBERS, OVER_TIME
 from simulator.experiments.charts import dot_chart, line_chart
 from simulator.experiments.claims import Claim, ClaimResult
-from simulator.experiments.experiment import CAPACITY, GOODPUT, PROVISIONING, Experiment
+from simulator.experiments.experiment import Experiment
+from simulator.experiments.experiment_metrics import CAPACITY, GOODPUT, PROVISIONING
 from simulator.experiments.findings import BOUND, URGENCY_OVER_TIME, Findings, Row, slug
 from simulator.experiments.goodput_comparison import goodput_tables
 from simulator.report_page import html_page, html_table

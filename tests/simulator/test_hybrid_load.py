@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from simulator.experiments.experiment import experiment_from, experiment_named
+from simulator.experiments.experiment_file import experiment_from, experiment_named
 from simulator.hybrid_load import serve_hybrid
 from simulator.scenario import Scenario, scenario_from
 

@@ -22,7 +22,8 @@ from simulator.experiments.autoscaling_comparison import (
     sizes_over_time,
 )
 from simulator.experiments.autoscaling_shapes import LoadShape, ShapeRun, direction_changes, require_rules, run_shape
-from simulator.experiments.experiment import Experiment, experiment_from, experiment_named
+from simulator.experiments.experiment import Experiment
+from simulator.experiments.experiment_file import experiment_from, experiment_named
 from simulator.experiments.findings import measure
 from simulator.experiments.report import as_json, as_markdown
 from simulator.scenario import scenario_from

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from simulator.experiments.cost_comparison import OPTIMUM
-from simulator.experiments.experiment import experiment_from, experiment_named
+from simulator.experiments.experiment_file import experiment_from, experiment_named
 from simulator.experiments.findings import measure, slug
 from simulator.experiments.report import as_markdown
 from simulator.goodput import GoodputTrial

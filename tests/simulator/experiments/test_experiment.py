@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from services.cli import block
-from simulator.experiments.experiment import experiment_from, experiment_named, experiment_names
+from simulator.experiments.experiment_file import experiment_from, experiment_named, experiment_names
 
 CAPACITY = """
 title = "A small one"
@@ -188,6 +188,17 @@ def test_sweeps_draw_curves(tmp_path: Path) -> None:
     assert {"ttft_p99_s.jsq.eight.1", "ttft_p99_s.block_star.eight.2", "preemptions.jsq.eight.2"} <= names
     assert not any(".four" in name for name in names)
     assert "<polyline" in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_an_experiment_has_the_scenario_of_another_one() -> None:
+    """With changes of its own; an experiment that does not exist is refused."""
+    text = """kind = "capacity"\npolicies = ["jsq"]\nscenario_of = "polyserve-fig6"\nscenario.instances.count = 3"""
+    (own,), base = experiment_from("own", text).settings, experiment_named("polyserve-fig6").settings[0].scenario
+    assert own.scenario.mix == base.mix
+    assert (own.scenario.instances[0].count, base.instances[0].count) == (3, 8)
+    assert own.scenario.instances[0].engine == base.instances[0].engine
+    with pytest.raises(ValueError, match=r"own: scenario_of: must be one of .*, not 'polyserve-fig5'"):
+        experiment_from("own", text.replace("fig6", "fig5"))
 
 
 def test_shipped_experiments_can_be_read() -> None:

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from services.cli import block
-from simulator.experiments.experiment import experiment_from, experiment_named
+from simulator.experiments.experiment_file import experiment_from, experiment_named
 from simulator.experiments.findings import measure
 from simulator.experiments.goodput_comparison import TUNING_SEED, VariantGoodput, gains_over_best
 from simulator.experiments.report import as_markdown
