@@ -96,7 +96,6 @@ class DisaggregatedDecision(Decision):
     _awaits = Awaits.NOTHING
     _why_whole = ""  # no decode leg is considered any more
     _has_prefill = False
-    _due_before_s = 0.0  # of the prefill leg
     _decode_reserved_s: float | None = None  # while the prefill leg is being reserved
     _left: Mapping[str, Candidate] = NO_CANDIDATES  # of the decode pool, before prefill instances were considered
     _given_up: Mapping[str, Candidate] = NO_CANDIDATES  # all that were considered before, for the explanation
@@ -384,8 +383,7 @@ class DisaggregatedDecision(Decision):
         """Reserve the prefill leg; give up the decode leg where that is impossible."""
         if isinstance(prefill, Reserve):
             self._awaits = Awaits.RESERVATION
-            self._due_before_s = self.comparison.due_before_s()
-            return prefill._replace(held_s=self.comparison.blocks_held_s(), due_before_s=self._due_before_s)
+            return prefill._replace(held_s=self.comparison.blocks_held_s())
         if self._decode_reserved_s is None:
             return self._without_prefill(WHOLE_PREFILL_DOWN, now_s)
         self._awaits = Awaits.RELEASE
@@ -440,7 +438,7 @@ class DisaggregatedDecision(Decision):
         comparison = self.comparison
         if self._prefill is None or not comparison.chose_pair:
             return (Leg(SERVE, comparison.chosen_id, comparison.chosen_forecast, self.reserved_for_s),)
-        prefill = self._prefill.leg()._replace(due_before_s=self._due_before_s)
+        prefill = self._prefill.leg()
         decode_forecast = comparison.decode_forecast(prefill.forecast)
         return prefill, Leg(DECODE, comparison.chosen_id, decode_forecast, self.reserved_for_s)
 

@@ -64,7 +64,7 @@ class Reserve(NamedTuple):
     """Have an instance reserve a leg that arrives in `in_s`, if its count of reservations is still `if_version`.
 
     Without `if_version` it reserves in any case. `held_s` is how long the KV blocks of a prefill leg are predicted to
-    be held after its end, None if that is unknown. A prefill leg is due `due_before_s` earlier than the first token.
+    be held after its end, None if that is unknown.
     """
 
     instance_id: str
@@ -75,7 +75,6 @@ class Reserve(NamedTuple):
     leg: str = SERVE
     in_s: float = 0.0
     held_s: float | None = None
-    due_before_s: float = 0.0
 
 
 class Release(NamedTuple):

@@ -15,10 +15,9 @@ from scheduler.candidate import FORECAST_FIELDS, CandidateStatus
 from scheduler.candidates import Candidates, Rows
 from scheduler.columns import Column
 from scheduler.comparison import NONE, Comparison, rows_of
-from scheduler.intentions import NO_ANSWER, Answer, Reserve
+from scheduler.intentions import NO_ANSWER, Answer
 
 SUMMED = ("delay_sum_s", "others_preempted", "others_missed", "gain_before", "gain_after")  # over both legs
-PREFILL_SHARE = 0.5  # of the time that a request can spare, by which its prefill leg may end later than predicted
 PREDICTED = FORECAST_FIELDS.keys() - {"prefix_hit_tokens"}
 GONE = (CandidateStatus.DOWN, CandidateStatus.STOPPED, CandidateStatus.DRAINING)
 
@@ -137,32 +136,6 @@ class PairComparison(Comparison):
         return column + value
 
     # The chosen pair.
-
-    def reservation(self, *, conditional: bool) -> Reserve:
-        """Return the intention to reserve; a decode leg is reserved for when its prefill leg ends at the latest."""
-        made = super().reservation(conditional=conditional)
-        return made._replace(in_s=made.in_s + self._late_prefill_s()) if made.leg == DECODE else made
-
-    def due_before_s(self) -> float:
-        """Return how much earlier than the first token of the request its prefill leg is due; 0 if that is unknown."""
-        left_s = self._ttft_left_s()
-        return max(0.0, left_s - self.end_s - self._late_prefill_s()) if math.isfinite(left_s) else 0.0
-
-    def _late_prefill_s(self) -> float:
-        """Return how much later than predicted the prefill leg may end.
-
-        Requests that come later may delay it, and then the transfer: both share the time that the request can spare.
-        """
-        first_s, left_s = self.predicted("predicted_ttft_s"), self._ttft_left_s()
-        if first_s is None or not math.isfinite(left_s - first_s):
-            return 0.0
-        return PREFILL_SHARE * max(0.0, left_s - first_s)
-
-    def _ttft_left_s(self) -> float:
-        """Return how long from now the first token is due, where the policy keeps deadlines; else infinity."""
-        if not self.policy.keeps_deadlines or self.compared is None or self.is_background:
-            return math.inf
-        return self.compared.request.due_s - self.compared.now_s
 
     def blocks_held_s(self) -> float | None:
         """Return for how long the prefill instance is predicted to hold the KV blocks, if that is known."""

@@ -64,16 +64,12 @@ def num_tokens_of(request: PlacementRequest) -> float:
 
 
 class Leg(NamedTuple):
-    """One part of a request's way: `serve`, or `prefill` and then `decode`, on one instance.
-
-    A prefill leg is due `due_before_s` earlier than the first token of the request.
-    """
+    """One part of a request's way: `serve`, or `prefill` and then `decode`, on one instance."""
 
     kind: str
     instance_id: str
     forecast: Forecast | None = None
     reserved_for_s: float | None = None
-    due_before_s: float = 0.0
 
 
 @dataclass(slots=True, kw_only=True)

@@ -27,20 +27,15 @@ PREFILL_INDEX = 1  # index in `scheduler.instances.ROLES`
 
 @kernel
 def send_prefill(
-    fleet: EngineArrays, requests: Requests, number: int, index: int, arrives_s: float, visible_s: float,
-    held_s: float, due_before_s: float,
-) -> int:  # fmt: skip
-    """Send the prefill leg of a request; its blocks are predicted to be held for `held_s`.
-
-    It is due `due_before_s` earlier than the first token of the request.
-    """
+    fleet: EngineArrays, requests: Requests, number: int, index: int, arrives_s: float, visible_s: float, held_s: float
+) -> int:
+    """Send the prefill leg of a request; its blocks are predicted to be held for `held_s`."""
     slot = take_slot(fleet, requests, index, number, visible_s)
     if slot == NONE:
         return FULL
     fill_slot(fleet, requests, index, slot, number, arrives_s)
     request, legs = fleet.stack.requests[index, slot], requests.legs[number]
     as_prefill_leg(request, np.inf)  # until they are fetched
-    fleet.stack.facts[index, slot].ttft_slo_s -= due_before_s
     fleet.slots[index, slot].due_s = held_s
     put_underway(fleet, index, slot)
     legs.prefill, legs.prefill_slot = index, slot

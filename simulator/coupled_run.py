@@ -83,8 +83,7 @@ class CoupledSimulation(Simulation):
         made = self.decisions[number]
         if reserve.leg == PREFILL:
             made.prefill_instance = index
-            times_s = arrives_s, visible_s, self._held_s(made.instance, index), reserve.due_before_s
-            self.send_by(coupled.send_prefill, number, index, *times_s)
+            self.send_by(coupled.send_prefill, number, index, arrives_s, visible_s, self._held_s(made.instance, index))
         else:
             made.instance, made.scheduler, made.prefill_instance = index, which, NONE
             made.num_sends += 1

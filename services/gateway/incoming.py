@@ -11,7 +11,7 @@ from protos.block.v1 import common_pb2
 from services.http.application import REQUEST_ID
 from services.http.continued_request import continued_request
 from services.http.endpoints import ENDPOINTS, EngineEndpoint
-from services.http.engine_arguments import LONG_WAIT_S, due_earlier
+from services.http.engine_arguments import LONG_WAIT_S
 from services.http.headers import Headers
 from services.http.openai_body import OpenAIRequest
 from services.http.proxying import without_hops
@@ -45,18 +45,14 @@ class Incoming:
     hides_token_ids: bool = False  # the gateway asks for token ids, and the client did not
     passes_priority: bool = True  # to the engine, where the body has none
 
-    def body_for(self, decision: common_pb2.Decision | None, *, due_before_s: float = 0.0) -> bytes:
-        """Return the body for the engine of a decision, which may have changed what the request asks for.
-
-        A prefill leg is due `due_before_s` earlier than the first token of the request.
-        """
+    def body_for(self, decision: common_pb2.Decision | None) -> bytes:
+        """Return the body for the engine of a decision, which may have changed what the request asks for."""
         waited_s = time.monotonic() - self.arrived_s
         request = self.request
         if decision is not None and decision.HasField("objective"):
             request = with_objective(request, decision.objective)
-        elif not request.slo.HasField("ttft_s") or (waited_s < LONG_WAIT_S and due_before_s <= 0):
+        elif waited_s < LONG_WAIT_S or not request.slo.HasField("ttft_s"):
             return self.body
-        request = due_earlier(request, due_before_s)
         return body_to_pass(self.client_body, self.openai, request, waited_s, passes_priority=self.passes_priority)
 
 

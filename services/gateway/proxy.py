@@ -201,7 +201,7 @@ class RequestForwarder:
         leg = PrefillLeg(
             request=incoming.request, instance_id=instance_id, policy=destination.policy, arrived_s=incoming.arrived_s
         )
-        span, decision = None, destination.decision
+        span = None
         try:
             if self.placing.undivided or self._held is not None:
                 leg.result = SKIPPED
@@ -212,7 +212,7 @@ class RequestForwarder:
                 destination.origin,
                 target=incoming.target,
                 headers=with_rank(incoming.spans.headers_below(span, incoming.headers), destination.rank),
-                body=incoming.body_for(decision, due_before_s=decision.prefill.due_before_s if decision else 0.0),
+                body=incoming.body_for(destination.decision),
                 connector=KV_CONNECTORS[context.settings.kv_connector],
                 within_s=context.settings.first_byte_s,
                 max_bytes=context.settings.max_answer_bytes,

@@ -18,16 +18,6 @@ LEAST_TTFT_S = 1e-3  # the engine refuses targets of 0
 TTFT, TPOT = TARGETS = ("block_ttft_s", "block_tpot_s")
 
 
-def due_earlier(request: common_pb2.Request, by_s: float) -> common_pb2.Request:
-    """Return a request whose first token is due so much earlier: for the engine of its prefill leg."""
-    if by_s <= 0 or not request.slo.HasField("ttft_s"):
-        return request
-    changed = common_pb2.Request()
-    changed.CopyFrom(request)
-    changed.slo.ttft_s = max(LEAST_TTFT_S, request.slo.ttft_s - by_s)
-    return changed
-
-
 def with_arguments(own: Mapping[str, Any], request: common_pb2.Request, waited_s: float = 0.0) -> dict[str, Any]:
     """Return a client's own arguments with those of the request, which contains what the client's own say.
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import dataclass, field
-from functools import partial
 
 from protos.block.v1 import common_pb2, scheduler_pb2
 from scheduler.placement import Placement
 from services.http.continued_request import EarlierPart, continued_request
-from services.http.engine_arguments import due_earlier
 from services.http.openai_body import OpenAIRequest
 from services.http.prefill_leg import HeldBlocks
 from services.http.stream_continuation import Continuation
@@ -40,7 +38,6 @@ class CurrentRequest:
     undivided: bool = field(init=False)  # one engine serves it
     earlier: EarlierPart | None = None  # of the answer, from engines that it has left
     num_migrations: int = 0
-    prefill_to_send: EngineRequest = field(init=False)  # to the instance of the prefill leg
     to_send: EngineRequest = field(init=False)  # with the facts of the request as the last decision has them
 
     def __post_init__(self) -> None:
@@ -77,14 +74,12 @@ class CurrentRequest:
         )
         facts = with_objective(request, decision.objective) if decision.HasField("objective") else request
         waited_s = self.waited_s + time.monotonic() - self.arrived_s
-        to_send = partial(
-            self.engine_request.with_facts,
-            waited_s=waited_s,
+        self.to_send = self.engine_request.with_facts(
+            facts,
+            waited_s,
             is_demoted=decision.demoted,
             passes_priority=self.driver.settings.pass_objective_priority,
         )
-        self.to_send = to_send(facts)
-        self.prefill_to_send = to_send(due_earlier(facts, decision.prefill.due_before_s))
         return placement, decision
 
     async def release(self, placement: Placement, outcome: common_pb2.Outcome | None) -> None:

@@ -94,7 +94,6 @@ def _leg_message(leg: Leg, instance_of: InstanceMessages) -> common_pb2.PlacedLe
         instance=instance_of(leg.instance_id),
         forecast=None if leg.forecast is None else forecast_message(leg.forecast),
         reserved_for_s=leg.reserved_for_s,
-        due_before_s=leg.due_before_s,
     )
 
 

@@ -47,13 +47,13 @@ async def prefill(
         handle = driver.registry.find(instance_id)
         if handle is None:
             raise PrefillError(REMOVED_FROM_LIST)
-        span, to_send = spans.leg(PREFILL, decision.prefill.instance, decision.policy), current.prefill_to_send
+        span = spans.leg(PREFILL, decision.prefill.instance, decision.policy)
         reply = await leg.send(
             client,
             origin_of(handle.instance.engine_url),
-            target=to_send.path,
-            headers=with_rank(spans.traced(to_send, span).headers(), handle.instance.data_parallel_rank),
-            body=to_send.body_for(handle.instance.models),
+            target=current.to_send.path,
+            headers=with_rank(spans.traced(current.to_send, span).headers(), handle.instance.data_parallel_rank),
+            body=current.to_send.body_for(handle.instance.models),
             connector=KV_CONNECTORS[settings.kv_connector],
             within_s=settings.first_token_s,
             max_bytes=MAX_PREFILL_BYTES,

@@ -68,7 +68,6 @@ class SidecarReservations:
         """Return the message of a reservation, after setting the leg and its times in `request`."""
         set_leg(request, intention)
         set_waited(request, decision.request, time.monotonic(), self._settings.deadline_margin_s)
-        request.waited_s += intention.due_before_s  # its deadline at this sidecar
         request.in_s = min(request.in_s, MAX_RESERVATION_S)  # sidecars accept no more
         return predictor_pb2.ReserveRequest(
             request=request,

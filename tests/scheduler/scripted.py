@@ -274,8 +274,7 @@ def _details(intention: Intention) -> tuple[Any, ...]:
     if isinstance(intention, Ask | AskLegs):
         return tuple((ask.instance_ids, ask.with_delays, ask.leg, round(ask.in_s, 6)) for ask in intention.asks)
     if isinstance(intention, Reserve):
-        due_before_s = round(intention.due_before_s, 6)
-        times = times_of(intention.forecast), round(intention.in_s, 6), rounded(intention.held_s), due_before_s
+        times = times_of(intention.forecast), round(intention.in_s, 6), rounded(intention.held_s)
         return intention.instance_id, intention.leg, intention.if_version, intention.if_epoch, times
     if isinstance(intention, Release):
         return (intention.instance_id,)

@@ -75,7 +75,6 @@ class World:
     fails: Mapping[tuple[str, str], CandidateStatus] = field(default_factory=dict)  # by leg, or reserve, and name
     held: dict[str, str] = field(default_factory=dict)  # the legs that are reserved, by instance
     trace: list[Any] = field(default_factory=list)
-    reserves: list[Reserve] = field(default_factory=list)
 
     def answer(self, name: str, leg: str, in_s: float) -> Answer:
         """Answer about one leg."""
@@ -99,7 +98,6 @@ class World:
         if isinstance(intention, Reserve):
             name, leg = intention.instance_id, intention.leg
             self.trace.append((leg, name, intention.held_s))
-            self.reserves.append(intention)
             status = self.fails.get(("reserve", name))
             if status is not None:
                 return decision.reservation_failed(status, f"is {status.value}", now_s)
@@ -213,26 +211,6 @@ def test_the_hold_condition_reads_how_long_both_legs_wait() -> None:
     world.decode = lambda _name, in_s: forecast(in_s + 2.0, queue_s=in_s + 0.2, ttft_s=in_s + 0.3)
     decision, _ = world.decide()
     assert (decision.placement.held_s, decision.is_admitted) == (pytest.approx(1.0, abs=0.2), False)
-
-
-def test_both_legs_share_the_time_that_a_request_can_spare() -> None:
-    """The prefill leg is due before the transfer and its half of that time, and the decode leg is reserved for then."""
-    world = World(core_over({"p": "prefill", "d": "decode"}, "slo: disaggregate = 'always'"))
-    world.decode = lambda _name, in_s: forecast(in_s + 2.0, queue_s=in_s, ttft_s=in_s + 0.1)
-    decision, _ = world.decide(indicators=RequestIndicators(prompt_tokens=1000, due_s=1.0, tpot_slo_s=0.1))
-    decode, prefill = world.reserves
-    left_s = 1.0 - (0.5 + 0.1)  # after prefill and transfer
-    assert decode.in_s == pytest.approx(0.503 + left_s / 2, abs=0.01)
-    assert prefill.due_before_s == pytest.approx(0.5 - left_s / 2, abs=0.01)
-    assert decision.placement.legs[0].due_before_s == prefill.due_before_s
-
-
-def test_a_prefill_leg_without_a_target_is_never_due() -> None:
-    """And its decode leg is reserved for when it is predicted to end."""
-    world = World(core_over({"p": "prefill", "d": "decode"}, "slo: disaggregate = 'always'"))
-    world.decide()
-    decode, prefill = world.reserves
-    assert (decode.in_s, prefill.due_before_s) == (pytest.approx(0.503), 0.0)
 
 
 def test_an_instance_that_admits_the_whole_request_has_not_refused() -> None:

@@ -141,7 +141,7 @@ def run_coupled(specs: list[InstanceSpec], work: Workload, legs: list[Legs]) -> 
             running.send_by(coupled.send_whole, number, one.decode, now_s, now_s)
         else:
             running.send_by(coupled.await_decode, number, one.decode, now_s, now_s + 0.1)
-            running.send_by(coupled.send_prefill, number, one.prefill, now_s, now_s, 0.1, 0.0)
+            running.send_by(coupled.send_prefill, number, one.prefill, now_s, now_s, 0.1)
     running.run_out()
     for index in range(len(specs)):
         collect_finished(running.fleet, running.requests, index)
@@ -250,7 +250,7 @@ def test_forecasts_of_legs_equal_those_of_sidecars() -> None:
         arrival_s = float(work.arrival_s[number])
         running.refresh(arrival_s)
         running.send_by(coupled.await_decode, number, 1, arrival_s, arrival_s + 0.1)
-        running.send_by(coupled.send_prefill, number, 0, arrival_s, arrival_s, 0.1, 0.0)
+        running.send_by(coupled.send_prefill, number, 0, arrival_s, arrival_s, 0.1)
         decoding.add(_request(work, number, leg=DECODE, arrival_s=expected[number].prefilled_s + HOP_S))
     running.refresh(now_s)
     decoding.advance(now_s)
@@ -297,7 +297,7 @@ def test_a_request_with_two_legs_misses_once() -> None:
         now_s = float(work.arrival_s[number])
         running.refresh(now_s)
         running.send_by(coupled.await_decode, number, 1, now_s, now_s + 0.1)
-        running.send_by(coupled.send_prefill, number, 0, now_s, now_s, 0.1, 0.0)
+        running.send_by(coupled.send_prefill, number, 0, now_s, now_s, 0.1)
         running.now_s = now_s + 1e-3
         assert missed_so_far(running).sum() == number + 1
     running.run_out()

@@ -1285,12 +1285,9 @@ class PlacedLeg(_message.Message):
     INSTANCE_FIELD_NUMBER: _builtins.int
     FORECAST_FIELD_NUMBER: _builtins.int
     RESERVED_FOR_S_FIELD_NUMBER: _builtins.int
-    DUE_BEFORE_S_FIELD_NUMBER: _builtins.int
     leg: Global___Leg.ValueType
     reserved_for_s: _builtins.float
     """until the reservation expires; absent where none was made"""
-    due_before_s: _builtins.float
-    """of a prefill leg: it is due so much earlier than the first token"""
     @_builtins.property
     def instance(self) -> Global___Instance: ...
     @_builtins.property
@@ -1304,11 +1301,10 @@ class PlacedLeg(_message.Message):
         instance: Global___Instance | None = ...,
         forecast: Global___Forecast | None = ...,
         reserved_for_s: _builtins.float | None = ...,
-        due_before_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_reserved_for_s", b"_reserved_for_s", "forecast", b"forecast", "instance", b"instance", "reserved_for_s", b"reserved_for_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reserved_for_s", b"_reserved_for_s", "due_before_s", b"due_before_s", "forecast", b"forecast", "instance", b"instance", "leg", b"leg", "reserved_for_s", b"reserved_for_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_reserved_for_s", b"_reserved_for_s", "forecast", b"forecast", "instance", b"instance", "leg", b"leg", "reserved_for_s", b"reserved_for_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__reserved_for_s: _TypeAlias = _typing.Literal["reserved_for_s"]  # noqa: Y015
     _WhichOneofArgType__reserved_for_s: _TypeAlias = _typing.Literal["_reserved_for_s", b"_reserved_for_s"]  # noqa: Y015

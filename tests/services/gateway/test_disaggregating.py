@@ -136,21 +136,6 @@ def test_both_legs_are_run(path: str, stream: bool) -> None:
     run(test)
 
 
-def test_the_prefill_engine_gets_an_earlier_deadline() -> None:
-    """The time after its leg is taken from the TTFT target, for this engine only."""
-
-    async def test() -> None:
-        async with pools([Prefill()], [completes]) as here:
-            here.scheduler.changes = common_pb2.Decision(prefill=common_pb2.PlacedLeg(due_before_s=0.3))
-            await here.post(headers={"x-slo-ttft-ms": "1000", "x-slo-tpot-ms": "50"})
-            (to_prefill,), (to_decode,) = bodies(here, 0), bodies(here, 1)
-            assert to_prefill["vllm_xargs"]["block_ttft_s"] == pytest.approx(0.7, abs=0.2)
-            assert to_decode["vllm_xargs"]["block_ttft_s"] > to_prefill["vllm_xargs"]["block_ttft_s"] + 0.1
-            assert to_prefill["vllm_xargs"]["block_tpot_s"] == 0.05
-
-    run(test)
-
-
 @pytest.mark.parametrize("stream", [True, False])
 def test_the_outcome_of_two_legs(stream: bool) -> None:
     """Each leg's reservation is released; the decode leg's outcome has the times of both."""

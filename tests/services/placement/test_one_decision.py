@@ -375,14 +375,14 @@ LEG_SENT_BY = {coupled.send_prefill: PREFILL, coupled.await_decode: DECODE, coup
 LEASE_S = 30.0
 
 
-def simulate(script: Script) -> list[tuple[str, float, float]]:
+def simulate(script: Script) -> list[tuple[str, float]]:
     """Run a script through the simulator: forecasts and indicators are the script's, and so is the clock.
 
     Instances that are excluded from all requests are down or leaving, others are too small for some. Return for how
-    long the blocks of prefill legs are predicted to be held, and how much earlier than first tokens they are due.
+    long the blocks of prefill legs are predicted to be held.
     """
     sidecars = [Sidecar(one, script) for one in script.instances]
-    held: list[tuple[str, float, float]] = []
+    held: list[tuple[str, float]] = []
 
     def refresh(self: Simulation, _now_s: float) -> None:
         for row, sidecar in enumerate(sidecars):
@@ -431,7 +431,7 @@ def simulate(script: Script) -> list[tuple[str, float, float]]:
         leg = LEG_SENT_BY[kernel]
         sidecars[index].reserve(Reply(), None, number, leg)
         if leg == PREFILL:
-            held.append((f"r{number}", round(times_s[-2], 6), round(times_s[-1], 6)))
+            held.append((f"r{number}", round(times_s[-1], 6)))
 
     num = len(script.arrivals)
     work = workload(
@@ -565,8 +565,8 @@ def assert_simulated_alike(script: Script) -> None:
         assert step == other
     assert record.times_s == pytest.approx(expected.times_s, abs=1e-6)
     legs = [(name, *details) for name, kind, *details in expected.steps if kind == "Reserve"]
-    of_prefills = [(name, *times[-2:]) for name, _, leg, *_, times in legs if leg == PREFILL]
-    assert held == [(name, LEASE_S if held_s < 0 else held_s, due_s) for name, held_s, due_s in of_prefills]
+    blocks_held_s = [(name, times[-1]) for name, _, leg, *_, times in legs if leg == PREFILL]
+    assert held == [(name, LEASE_S if seconds < 0 else seconds) for name, seconds in blocks_held_s]
     held_s = {name: held_s_of(decision) for name, decision in record.decisions.items()}
     assert held_s == pytest.approx(
         {name: held_s_of(decision) for name, decision in expected.decisions.items()}, abs=1e-6

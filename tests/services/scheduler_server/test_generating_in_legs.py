@@ -25,7 +25,7 @@ from tests.services.scheduler_server.running import (
     until,
 )
 from tests.services.stub_engines import StubEngine, engines
-from tests.services.stub_sidecars import StubSidecar, keeping_deadlines, sidecars
+from tests.services.stub_sidecars import StubSidecar, sidecars
 
 ONE_LEG, SERVE, DECODE = common_pb2.LEG_UNSPECIFIED, common_pb2.LEG_SERVE, common_pb2.LEG_DECODE
 UNREACHABLE = "http://127.0.0.1:1"
@@ -118,27 +118,6 @@ def test_both_legs_are_run(decisions: Decisions, chat: bool) -> None:
             assert leg.prefill_s == outcome.prefill_s
             assert is_free(stubs)
             assert client.count("block_generate_prefill_legs_total", result="held") == 1
-
-    run(test)
-
-
-def test_the_prefill_engine_gets_an_earlier_deadline() -> None:
-    """The time that the decode leg takes to its first token is taken from the TTFT target."""
-
-    async def test() -> None:
-        async with pools(3) as (stubs, behind), scheduler(stubs, policy="slo: disaggregate = 'always'") as client:
-            for stub in stubs:
-                stub.twist = keeping_deadlines
-            slo = common_pb2.Slo(ttft_s=30.0, tpot_s=1.0)
-            request = client.request(max_tokens=9, output_tokens=None, slo=slo)
-            events = [
-                one async for one in client.stub.Generate(scheduler_pb2.GenerateRequest(request=request, prompt="x"))
-            ]
-            due_before_s = events[0].decision.prefill.due_before_s
-            (prefill,), (decode,) = behind[0].bodies, behind[2].bodies
-            ttft_s = [body["vllm_xargs"]["block_ttft_s"] for body in (prefill, decode)]
-            assert due_before_s > 1.0
-            assert ttft_s == [pytest.approx(30.0 - due_before_s, abs=0.5), pytest.approx(30.0, abs=0.5)]
 
     run(test)
 

@@ -15,7 +15,7 @@ from protos.block.v1 import common_pb2, predictor_pb2
 from services.instances.sources import Listed
 from services.placement.decision_log import DecisionLog
 from tests.services.scheduler_server.running import STOP, Client, refused, run, scheduler, until
-from tests.services.stub_sidecars import StubSidecar, keeping_deadlines, sidecars
+from tests.services.stub_sidecars import StubSidecar, sidecars
 
 ROLES = {"p": "prefill", "q": "prefill", "d": "decode", "e": "both"}
 ALWAYS = "block: disaggregate = 'always'"
@@ -30,7 +30,6 @@ class Fetching:
 
     def __call__(self, response: predictor_pb2.PredictResponse) -> None:
         """Postpone a decode leg by the time until it arrives."""
-        keeping_deadlines(response)
         (asked,) = self.stub.questions[-1].requests
         if asked.leg == common_pb2.LEG_DECODE:
             for prediction in response.predictions:
@@ -79,22 +78,6 @@ def test_a_decision_names_the_instances_of_both_legs() -> None:
             assert decision.reserved_for_s == pytest.approx(10.403)
             assert prefill_leg.request.held_s == pytest.approx(0.053)
             assert client.count("block_scheduler_disaggregations_total", policy="block", reason="pair_always") == 1
-
-    run(test)
-
-
-def test_a_prefill_leg_is_due_before_the_first_token() -> None:
-    """By the transfer, and by half of the time that the request can spare; its sidecar counts it as longer waited."""
-
-    async def test() -> None:
-        async with pools(policy="slo: disaggregate = 'always'", deadline_margin_s=0.02) as (client, stubs):
-            decision = await client.decide(client.request(slo=common_pb2.Slo(ttft_s=1.0, tpot_s=0.1)))
-            left_s, late_s = 1.0 - 0.02 - 0.4, (1.0 - 0.02 - 0.503) / 2
-            assert decision.prefill.due_before_s == pytest.approx(left_s - late_s, abs=0.05)
-            (decode,), (prefill,) = stubs["d"].held.values(), stubs["p"].held.values()
-            assert decode.request.in_s == pytest.approx(0.403 + late_s, abs=0.05)
-            assert prefill.request.waited_s == pytest.approx(0.02 + decision.prefill.due_before_s, abs=0.05)
-            assert decode.request.waited_s == pytest.approx(0.02, abs=0.05)
 
     run(test)
 
