@@ -19,6 +19,7 @@ LOADED = re.compile(r"""<(?:script|img|iframe|source)[^>]*\ssrc=["']?(?:https?:)
 STYLE = re.compile(r"""<link[^>]*rel=["']?(?:stylesheet|preconnect|preload|icon)[^>]*href=["']?(?:https?:)?//""")
 
 
+@pytest.mark.slow
 def test_it_builds_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
     """A dead link or a page outside the navigation would fail the build."""
     done = subprocess.run(

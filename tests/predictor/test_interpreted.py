@@ -31,6 +31,7 @@ def drawn(batcher: str, count: int) -> list[Load]:
     return found[-count:]
 
 
+@pytest.mark.slow
 def test_interpreted_kernels_stay_within_their_arrays_and_do_the_same() -> None:
     """Runs, forecasts and snapshots are equal; interpreted arrays refuse indices that compiled code accepts."""
     workloads = [load for batcher in BATCHERS for load in drawn(batcher, LOADS_EACH)]

@@ -29,6 +29,7 @@ def latencies(value: Any) -> list[float]:
     return [value] if isinstance(value, int | float) else []
 
 
+@pytest.mark.slow
 def test_forecasts_of_simulated_clusters_are_interpreted() -> None:
     """Policies that read forecasts, and delays of other requests."""
     compiled, interpreted = (latencies(result(interpreted=one)) for one in (False, True))

@@ -210,7 +210,7 @@ def test_headroom_starts_instances_before_a_ramp_raises_latency(cold_start_s: fl
     assert p99["headroom"] < objectives.threshold_s
 
 
-@pytest.mark.parametrize("cold_start_s", [60.0, 300.0])
+@pytest.mark.parametrize("cold_start_s", [60.0, pytest.param(300.0, marks=pytest.mark.slow)])
 def test_headroom_grows_for_a_burst_and_shrinks_after_it(cold_start_s: float) -> None:
     """The size rises for the burst, falls to its former level after it, and does not oscillate."""
     objectives = replace(OBJECTIVES, cold_start_s=cold_start_s)

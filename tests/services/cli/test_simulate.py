@@ -302,6 +302,7 @@ def test_pools_are_recommended_by_deadlines(mix: str) -> None:
     assert found["ranking"][0]["used"] <= 1
 
 
+@pytest.mark.slow
 def test_pools_have_costs_and_the_bound(mix: str) -> None:
     """As co-located instances have, each with the instances that were recommended."""
     arguments = ("recommend", *SMALL, "--rate", "5", "--policy", "jsq", "--seeds", "1", "--workers", "1", "--pools",
