@@ -33,7 +33,7 @@ TABLES = ("instances", "traffic", "tags", "conditions", "slo", "mix", "objective
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instances:
-    """`count` equal instances; `foreseen` is the profile that their predictors use, if it is another one.
+    """`count` equal instances; `predicted_profile` is the profile that their predictors use, if it is another one.
 
     With `pooled`, each instance is one engine as large and as fast as that many: a bound for every placement. All have
     the same `role`, except that the first `num_prefill` have the role prefill; `prefill_engine` has the settings in
@@ -44,7 +44,7 @@ class Instances:
     count: int = 1
     engine: tuple[tuple[str, Any], ...] = ()
     pace: float = 1.0
-    foreseen: str = ""
+    predicted_profile: str = ""
     foreseen_pace: float = 1.0
     pooled: int = 1
     role: str = BOTH
@@ -54,7 +54,7 @@ class Instances:
 
     def __post_init__(self) -> None:
         """Reject values out of range, naming the field."""
-        for name in ("profile", "foreseen", "role"):
+        for name in ("profile", "predicted_profile", "role"):
             require_string(f"instances.{name}", getattr(self, name))
         require_count("instances.count", self.count)
         require_count("instances.pooled", self.pooled)
@@ -81,7 +81,7 @@ class Instances:
         profile = _profile(self.profile)
         given = dict(self.engine) | (dict(self.prefill_engine) if role == PREFILL_ROLE else {})
         config = settled(EngineConfig(**{**profile.suggested_settings, **given}))
-        predicted = self._slowed(_profile(self.foreseen).step_time) if self.foreseen else None
+        predicted = self._slowed(_profile(self.predicted_profile).step_time) if self.predicted_profile else None
         return InstanceSpec(
             config=pooled_config(config, self.pooled),
             step_time=self._slowed(profile.step_time),

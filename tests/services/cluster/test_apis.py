@@ -85,7 +85,9 @@ def test_responses(live: Living) -> None:
             later = await client.create(model=MODEL, input="Later", background=True, max_output_tokens=NUM_TOKENS)
 
             async def is_done() -> bool:
-                return (await client.retrieve(later.id)).status == "incomplete"
+                found = await client.retrieve(later.id)
+                assert found.status != "failed", found.error
+                return found.status == "incomplete"
 
             await until(is_done)
             with pytest.raises(openai.NotFoundError):
