@@ -52,7 +52,7 @@ class SimulatedForecasts:
         self.results = np.zeros(num_instances, RESULT).view(np.recarray)  # of the last forecast, by candidate
         self._deadline_margin_s, self._network_s, self._whole = deadline_margin_s, network_s, whole
         needed = {name for part in policy.parts if part.needs_forecast for name in part.forecast_columns}
-        needed |= {"predicted_e2e_s", "predicted_ttft_s"}
+        needed.add("predicted_e2e_s")
         self._needs_tpot = "predicted_tpot_s" in needed
         self._num_quantiles = policy.length_quantiles  # lengths with which each forecast is made
         self._columns = {name: self.results[column] for name, column in FORECAST_FIELDS.items() if name in needed}

@@ -95,7 +95,7 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
     ) -> scheduler_pb2.ScheduleResponse:
         """Decide, and reserve at the chosen instance."""
         waits_s = max_wait_s(context.time_remaining(), self._deadline_s)
-        self._warn_if_hasty(request, context, waits_s)
+        self._warn_of_short_wait(request, context, waits_s)
         span = None if self._tracer is None else started_span(self._tracer, "Schedule", context)
         if span is None:
             return scheduler_pb2.ScheduleResponse(decision=await self._driver.schedule(request, waits_s))
@@ -110,7 +110,7 @@ class SchedulerService(scheduler_pb2_grpc.SchedulerServicer):
             span.end(error)
         return scheduler_pb2.ScheduleResponse(decision=decision)
 
-    def _warn_if_hasty(self, request: scheduler_pb2.ScheduleRequest, context: Context, waits_s: float) -> None:
+    def _warn_of_short_wait(self, request: scheduler_pb2.ScheduleRequest, context: Context, waits_s: float) -> None:
         """Log, once for each caller, that it waits for less time than the policy may hold a request."""
         policy = self._driver.core.policy
         if request.policy or request.dry_run or waits_s >= longest_wait_s(policy):
